@@ -8,7 +8,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
+# What looks at a call of torch must not see its own calls; without it a fence would meet itself.
 no_torch_functions = DisableTorchFunction
 # The user's code that runs within such calls is to be seen again; without it its calls would show as operators alone.
 with_torch_functions = torch._C._EnableTorchFunction
@@ -85,14 +86,12 @@ def dispatch_layers() -> tuple[Any, Any]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
-@contextlib.contextmanager
-def layers_as(layers: tuple[Any, Any]) -> Iterator[None]:
+def layers_as(layers: tuple[Any, Any]) -> contextlib.AbstractContextManager[Any]:
     """The same layers see calls inside a dispatch mode; autograd and autocast, which are passed there, else do not.
 
     ``torch.overrides.enable_reentrant_dispatch`` lets calls without tensors look for a mode that is not there.
     """
-    with torch._C._ForceDispatchKeyGuard(*layers):
-        yield
+    return torch._C._ForceDispatchKeyGuard(*layers)
 
 
 def exchange(one: Tensor, other: Tensor) -> None:

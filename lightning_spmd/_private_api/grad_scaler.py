@@ -18,6 +18,8 @@ from torch.cpu.amp.grad_scaler import GradScaler as _OnCpu
 from torch.cuda.amp.grad_scaler import GradScaler as _OnCuda
 from torch.distributed.tensor import DTensor
 
+from lightning_spmd._private_api.torch_names import local_tensor
+
 SCALERS: tuple[type, ...] = (GradScaler, _OnCuda, _OnCpu)
 
 
@@ -96,12 +98,8 @@ def _part(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     part = parameter._local_tensor.detach()
-    part.grad = None if parameter.grad is None else _local(parameter.grad)
+    part.grad = None if parameter.grad is None else local_tensor(parameter.grad)
     return part
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @contextlib.contextmanager

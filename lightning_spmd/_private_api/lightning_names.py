@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -128,11 +128,9 @@ class _NotUnderSLURM:
         return False
 
 
-@contextlib.contextmanager
-def no_requeued_checkpoint() -> Iterator[None]:
+def no_requeued_checkpoint() -> contextlib.AbstractContextManager[Any]:
     """Inside, Lightning does not look for the checkpoint that a requeued job has left."""
-    with mock.patch.object(checkpoint_connector, "SLURMEnvironment", _NotUnderSLURM):
-        yield
+    return mock.patch.object(checkpoint_connector, "SLURMEnvironment", _NotUnderSLURM)
 
 
 def is_attached(module: Any) -> bool:
@@ -172,9 +170,6 @@ def set_rank_zero_only(rank: int) -> None:
     """Lightning's two ``rank_zero_only`` decorators read the rank from an attribute that strategies set."""
     for decorator in (vars(_rank_zero)["rank_zero_only"], _fabric_rank_zero_only):
         vars(decorator)["rank"] = rank
-
-
-"""Of the function that the decorator puts around another; its frames say that rank 0 alone runs what is in it."""
 
 
 def reduce_over_ranks(tensor: Tensor, group: Any, reduce_op: Any) -> Tensor:

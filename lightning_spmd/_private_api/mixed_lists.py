@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 _EQUAL = torch.ops.aten.equal.default
 
@@ -34,8 +35,6 @@ def take_mixed_tensors() -> None:
 
 
 def _handlers() -> dict[Any, Callable[..., Any]]:
-    from torch.distributed.tensor import DTensor
-
     return DTensor._op_dispatcher._custom_op_handlers
 
 
@@ -49,8 +48,6 @@ def _as_torch_does(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _equal(op: Any, args: tuple[Tensor, Tensor], kwargs: Any) -> bool:
-    from torch.distributed.tensor import DTensor, Replicate
-
     mesh, *_ = (t.device_mesh for t in args if isinstance(t, DTensor))
     everywhere = [Replicate()] * mesh.ndim
     both = [t if isinstance(t, DTensor) else DTensor.from_local(t, mesh, everywhere, run_check=False) for t in args]
@@ -58,8 +55,6 @@ def _equal(op: Any, args: tuple[Tensor, Tensor], kwargs: Any) -> bool:
 
 
 def _by_position(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    from torch.distributed.tensor import DTensor
-
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, Sequence) and any(isinstance(t, Tensor) for t in a)]
     kinds = [{isinstance(t, DTensor) for t in position} for position in zip(*lists, strict=False)]
     in_parts = [True in kind for kind in kinds]

@@ -57,21 +57,6 @@ def _is_zero(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any
     return False
 
 
-@functools.cache
-def _mutated(func: Any) -> list[tuple[int, str]]:
-    arguments = enumerate(func._schema.arguments)
-    return [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def mutated_arguments(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors among the arguments that the operator writes into, by its schema."""
-    found: list[Any] = []
-    for index, name in _mutated(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [v for v in found if v is not None]
-
-
 def is_composite(func: Any) -> bool:
     """Whether an operator is made of others; inference mode does not take it apart. Its schema knows no aliases."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")

@@ -31,10 +31,6 @@ class backward_replaced:
         torch.autograd.backward = self._before
 
 
-def _nothing() -> None:
-    return None
-
-
 true_backward = torch.autograd.backward
 """As torch has it, whatever stands in its place."""
 

@@ -15,9 +15,11 @@ import torch.optim.optimizer as _torch_optimizer
 from torch import Tensor, UntypedStorage, fx, nn
 from torch._C import _DisableAutocast
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch as _count_pre_dispatch_modes
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
 
 # Where the text of compiled graphs is kept.
 from torch.fx.graph_module import _loader as _graph_sources
@@ -34,8 +36,6 @@ BelowDispatchModes = torch._C._DisableTorchDispatch
 disable_autocast = _DisableAutocast
 # Autograd's switch alone; torch's context around it takes three times as long, at each read of a step.
 set_grad_enabled = torch._C._set_grad_enabled
-# What looks at a call of torch must not see its own calls; without it a fence would meet itself.
-disable_torch_functions = torch._C.DisableTorchFunction
 # A mode that a user entered may turn Python's calls of torch into others.
 function_modes = _get_current_function_mode_stack
 
@@ -309,14 +309,14 @@ KERNEL_SWITCHES = _switches_of_kernels()
 called; these are in no recorded call, so a graph would run under whatever holds at its own time."""
 
 
-def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Functions of C that read torch's switches, with their arguments; each step asks, and Python ones cost thrice.
+def readers_of_settings() -> tuple[Callable[[], Any], ...]:
+    """Functions of C that read torch's switches; each step asks, and Python ones cost thrice.
 
     Default dtype and autocast are not among them: every call has its own, and a precision changes them for a part of
     the step, in which Python may read.
     """
     c: Any = torch._C
-    plain = (
+    return (
         c._get_deterministic_algorithms,
         c._get_deterministic_algorithms_warn_only,
         float32_precision,
@@ -326,7 +326,6 @@ def readers_of_settings() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
         c._get_math_sdp_enabled,
         c._get_cudnn_sdp_enabled,
     )
-    return [(read, ()) for read in plain]
 
 
 def prepared_hooks(module: nn.Module, optimizer: Any) -> Callable[[], list[Any]]:
@@ -361,8 +360,6 @@ def is_in(tensor: Tensor, storage: UntypedStorage) -> bool:
 # DTensor keeps the strategies that it and users register per operator in its dispatcher's propagator; there is no
 # public way to ask for them. Without these two, custom operators with `register_sharding` run replicated.
 def _dtensor_propagator() -> Any:
-    from torch.distributed.tensor import DTensor
-
     return DTensor._op_dispatcher.sharding_propagator
 
 
@@ -383,11 +380,6 @@ def dtensor_strategies(
         describe: gives (TensorSpec, placement) for a tensor node, anything else for a number.
         size: ranks of the mesh; no process group is needed.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-    from torch.distributed.tensor._op_schema import OpSchema
-
     mesh = DeviceMesh("cpu", torch.arange(size), _init_backend=False, _rank=0)
 
     def spec(node: fx.Node) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -181,6 +182,35 @@ def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:
     if one is None or other is None or one.args[0] is not other.args[0]:
         return True
     return bool(one.args[1] == other.args[1])
+
+
+class WritesSoFar:
+    """How many writes each storage has seen, by piece, as a graph is walked.
+
+    Args:
+        regions: of the graph's nodes.
+    """
+
+    def __init__(self, regions: Mapping[fx.Node, Region]) -> None:
+        self._regions = regions
+        self._counts: dict[fx.Node, Counter[fx.Node | None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._counts)
+
+    def note(self, node: fx.Node) -> None:
+        """The walk has come past a node."""
+        for operand in written_arguments(node):
+            root, piece = self._regions[operand]
+            self._counts.setdefault(root, Counter())[piece] += 1
+
+    def seen(self, value: fx.Node) -> int:
+        """Writes into the value's storage, or into what of it may overlap with its piece."""
+        root, piece = self._regions[value]
+        counts = self._counts.get(root)
+        if counts is None:  # most storages are never written
+            return 0
+        return sum(count for other, count in counts.items() if overlapping(piece, other))
 
 
 def aliased_argument(node: fx.Node) -> fx.Node | None:

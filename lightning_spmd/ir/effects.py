@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
 from lightning_spmd._private_api import OpOverload, draws
-from lightning_spmd.ir.aliasing import Region, written_arguments
-from lightning_spmd.ir.first import last
+from lightning_spmd.ir.aliasing import Region, WritesSoFar, written_arguments
 from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
 
@@ -61,7 +59,7 @@ def _is_host_arithmetic(node: fx.Node) -> bool:
 
 def outputs_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The values that leave the graph, in order; numbers that are no node are left out."""
-    output = last(graph.nodes, "output")
+    output = graph.output_node()
     values: Any = output.args[0]
     return tuple(v for v in values if isinstance(v, fx.Node))
 
@@ -100,15 +98,10 @@ def mentions(placements: Any, kind: type | tuple[type, ...]) -> bool:
 
 def writes_before(graph: fx.Graph, regions: Mapping[fx.Node, Region]) -> dict[fx.Node, int]:
     """For every node, how many writes its storage, or its piece of it, has seen when the node has run."""
-    writes: dict[fx.Node, Counter[fx.Node | None]] = {}
-    found: dict[fx.Node, int] = {}
+    writes, found = WritesSoFar(regions), dict[fx.Node, int]()
     for node in graph.nodes:
-        for operand in written_arguments(node):
-            root, piece = regions[operand]
-            writes.setdefault(root, Counter())[piece] += 1
-        root, piece = regions[node]
-        seen = writes.get(root, Counter())
-        found[node] = seen.total() if piece is None else seen[piece] + seen[None]
+        writes.note(node)
+        found[node] = writes.seen(node)
     return found
 
 

@@ -22,23 +22,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
+from lightning_spmd.ir.operators.library import define_operator
 
 
 def _copy(rows: Tensor, *_: Any) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-for _signature in (
-    "to_experts(Tensor rows, Tensor ends, int dim, str axis)",
-    "from_experts(Tensor rows, Tensor ends, int dim, str axis)",
-    "from_chosen(Tensor rows, Tensor ids, int? dim, int experts, str axis)",
-    "from_expert(Tensor rows, int expert, int experts, str axis)",
-):
-    _LIBRARY.define(f"{_signature} -> Tensor")
-    _LIBRARY.impl(_signature.partition("(")[0], _copy, "CompositeExplicitAutograd")
+TO_EXPERTS = define_operator("to_experts(Tensor rows, Tensor ends, int dim, str axis) -> Tensor", _copy)
+FROM_EXPERTS = define_operator("from_experts(Tensor rows, Tensor ends, int dim, str axis) -> Tensor", _copy)
+FROM_CHOSEN = define_operator("from_chosen(Tensor rows, Tensor ids, int? dim, int experts, str axis) -> Tensor", _copy)
+FROM_EXPERT = define_operator("from_expert(Tensor rows, int expert, int experts, str axis) -> Tensor", _copy)
 
 
 def _parts(counts: Tensor, rank: int) -> list[list[int]]:
@@ -46,10 +41,6 @@ def _parts(counts: Tensor, rank: int) -> list[list[int]]:
     ranks, here = counts.shape[0], (counts.shape[1] - 1) // counts.shape[0]
     part: Any = counts[:, rank * here : None if rank + 1 == ranks else (rank + 1) * here]
     return part.tolist()
-
-
-def _split(rows: Tensor, sizes: list[int]) -> list[Tensor]:
-    return list(torch.split(rows, sizes))
 
 
 def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> list[int]:
@@ -61,7 +52,7 @@ def _rows_by_rank(counts: Tensor, rank: int, sent: bool) -> list[int]:
 def _rows_by_expert(rows: Tensor, counts: Tensor, rank: int, room: int) -> Tensor:
     parts, count = _parts(counts, rank), rows.shape[0]
     experts = len(parts[0])
-    pieces = _split(rows, [size for source in parts for size in source])
+    pieces = torch.split(rows, [size for source in parts for size in source])
     whole = rows.new_empty((room, *rows.shape[1:]))
     torch.cat([piece for expert in range(experts) for piece in pieces[expert::experts]], out=whole[:count])
     whole[count:] = 0 if rows.dtype.is_floating_point else -1
@@ -71,7 +62,7 @@ def _rows_by_expert(rows: Tensor, counts: Tensor, rank: int, room: int) -> Tenso
 def _rows_by_source(rows: Tensor, counts: Tensor, rank: int, most: int) -> Tensor:
     parts = _parts(counts, rank)
     sizes = [size for expert in zip(*parts, strict=True) for size in expert]
-    pieces = _split(rows[: sum(sizes)], sizes)
+    pieces = torch.split(rows[: sum(sizes)], sizes)
     return torch.cat([piece for source in range(len(parts)) for piece in pieces[source :: len(parts)]])
 
 
@@ -80,21 +71,14 @@ def _with_rows(rows: Tensor, counts: Tensor, rank: int, most: int) -> Tensor:
     return rows.new_empty((most, *rows.shape[1:]))
 
 
-for _signature, _function, _shape in (
-    ("rows_by_rank(Tensor counts, int rank, bool sent) -> int[]", _rows_by_rank, None),
-    ("rows_by_expert(Tensor rows, Tensor counts, int rank, int room) -> Tensor", _rows_by_expert, _with_rows),
-    ("rows_by_source(Tensor rows, Tensor counts, int rank, int most) -> Tensor", _rows_by_source, _with_rows),
-):
-    _LIBRARY.define(_signature)
-    for _key in ("CPU", "CUDA"):
-        _LIBRARY.impl(_signature.partition("(")[0], _function, _key)
-    if _shape is not None:
-        _LIBRARY.impl(_signature.partition("(")[0], _shape, "Meta")
-
-TO_EXPERTS = torch.ops.lightning_spmd.to_experts.default
-FROM_EXPERTS = torch.ops.lightning_spmd.from_experts.default
-FROM_CHOSEN = torch.ops.lightning_spmd.from_chosen.default
-FROM_EXPERT = torch.ops.lightning_spmd.from_expert.default
-ROWS_BY_RANK = torch.ops.lightning_spmd.rows_by_rank.default
-ROWS_BY_EXPERT = torch.ops.lightning_spmd.rows_by_expert.default
-ROWS_BY_SOURCE = torch.ops.lightning_spmd.rows_by_source.default
+ROWS_BY_RANK = define_operator(
+    "rows_by_rank(Tensor counts, int rank, bool sent) -> int[]", {"CPU": _rows_by_rank, "CUDA": _rows_by_rank}
+)
+ROWS_BY_EXPERT = define_operator(
+    "rows_by_expert(Tensor rows, Tensor counts, int rank, int room) -> Tensor",
+    {"CPU": _rows_by_expert, "CUDA": _rows_by_expert, "Meta": _with_rows},
+)
+ROWS_BY_SOURCE = define_operator(
+    "rows_by_source(Tensor rows, Tensor counts, int rank, int most) -> Tensor",
+    {"CPU": _rows_by_source, "CUDA": _rows_by_source, "Meta": _with_rows},
+)

@@ -23,8 +23,3 @@ def first(items: Iterable[T], wanted: str) -> T:
     for item in items:
         return item
     raise VerificationError(f"there is no {wanted} where one must be: a defect of lightning_spmd")
-
-
-def last(items: Iterable[T], wanted: str) -> T:
-    """The last item of a reversible iterable, otherwise like :func:`first`."""
-    return first(reversed(items), wanted)  # type: ignore[call-overload]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from lightning_spmd.ir.aliasing import storage_roots
+from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import TensorSpec
 
 _aten = torch.ops.aten
@@ -83,13 +84,9 @@ def _viewed(node: fx.Node, source: Geometry, meta: Tensor, roots: Mapping[fx.Nod
         # Its offset counts from the start of the storage, and it may reach beyond what the base covers: known only
         # where the base is a whole storage.
         base = source.base
-        whole = roots[base] is base and base.op == "call_function" and _is_dense(base.meta["val"])
+        spec: TensorSpec = base.meta["val"]
+        whole = roots[base] is base and base.op == "call_function" and spec.numel > 0 and is_dense(spec)
         if not whole:
             return None
     with torch.no_grad():
         return operator(meta, *node.args[1:], **node.kwargs)
-
-
-def _is_dense(spec: TensorSpec) -> bool:
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-    return spec.numel > 0 and reach == spec.numel

@@ -45,14 +45,12 @@ class PredicateGuard:
         inputs: positions of the graph inputs that the program reads.
         program: called with those inputs' values; must not change them; returns one value a decision.
         expected: the decisions taken at capture.
-        exact: which of ``inputs`` are among the results as they are.
     """
 
     names: tuple[str, ...]
     inputs: tuple[int, ...]
     program: Callable[..., Sequence[Any]]
     expected: tuple[Any, ...]
-    exact: tuple[int, ...] = ()
 
     def failure(self, values: Sequence[Any]) -> str | None:
         """Why the guard fails for these graph inputs, or None."""

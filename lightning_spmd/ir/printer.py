@@ -22,7 +22,7 @@ from torch import fx
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.node_info import TensorSpec, info_of
 from lightning_spmd.ir.signature import GraphInput, GraphOutput, Signature
-from lightning_spmd.ir.verify import collectives
+from lightning_spmd.ir.verify import collective_name, collectives
 
 
 def readable(graph_module: fx.GraphModule, signature: Signature) -> str:
@@ -60,7 +60,7 @@ def totals(graph: fx.Graph, signature: Signature) -> list[str]:
     parts = ", ".join(f"{count} {section}" for section, count in sections.items())
     inputs = _summed((str(entry.role), _bytes(entry.value)) for entry in signature.inputs)
     moved = _summed(
-        (_short_name(n), sum(_bytes(o.meta.get("val")) for o in n.all_input_nodes)) for n in collectives(graph)
+        (collective_name(n), sum(_bytes(o.meta.get("val")) for o in n.all_input_nodes)) for n in collectives(graph)
     )
     return [
         f"# {sections.total()} operators{': ' if parts else ''}{parts}",
@@ -117,10 +117,6 @@ def _summed(items: Iterable[tuple[str, int]]) -> str:
         counts[kind] += 1
         sizes[kind] += size
     return "; ".join(f"{n} {kind}{f' {sizes[kind]:,} B' if sizes[kind] else ''}" for kind, n in counts.items())
-
-
-def _short_name(node: fx.Node) -> str:
-    return str(node.target).split(".")[1]
 
 
 def _inputs(graph: fx.Graph, signature: Signature) -> list[str]:

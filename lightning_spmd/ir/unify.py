@@ -42,28 +42,6 @@ class Apart(Exception):
     """The graphs have no common form; says why."""
 
 
-def unified(
-    steps: Sequence[ShardedStep],
-    sizes: Sizes,
-    samples: Sequence[tuple[int, ...]],
-    formulas: Sequence[Formula],
-    others: Sequence[tuple[int, ...]],
-) -> ShardedStep:
-    """The first of several graphs, with formulas in the place of the numbers in which they differ.
-
-    Args:
-        steps: graphs of one captured step.
-        sizes: in which their batches differ.
-        samples: the sizes for which each was made.
-        formulas: of the captured step.
-        others: further sizes, at which formulas are told from each other.
-
-    Raises:
-        Apart: they have no common form.
-    """
-    return joined(steps, Fits(sizes, samples, formulas, others))
-
-
 def joined(steps: Sequence[ShardedStep], fits: Fits) -> ShardedStep:
     """The first of several graphs, with formulas in the place of the numbers in which they differ.
 

@@ -11,31 +11,30 @@
 
 from __future__ import annotations
 
-import math
-import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import fx
 
 from lightning_spmd.errors import VerificationError
-from lightning_spmd.ir.aliasing import Region, overlapping, storage_regions, storage_roots, written_arguments
+from lightning_spmd.ir.aliasing import (
+    Region,
+    WritesSoFar,
+    overlapping,
+    storage_regions,
+    storage_roots,
+    written_arguments,
+)
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import is_dense, lies_as, walked
 from lightning_spmd.ir.node_info import TAIL, NodeInfo, TensorSpec, spec_of
 from lightning_spmd.ir.reads import checks_of, is_check
-from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
+from lightning_spmd.ir.signature import OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
 
 _NAMESPACE = "_c10d_functional"
 STAMP = "write_counts"
 """In a node's ``meta``: what :func:`stamp_writes` noted."""
-_aten = torch.ops.aten
-_ARRANGING = {
-    _aten.stack.default, _aten.cat.default, _aten.view.default, _aten.clone.default, _aten.new_full.default,
-}  # fmt: skip
 
 
 def verify_captured(step: CapturedStep) -> None:
@@ -101,6 +100,11 @@ def starts_collective(node: fx.Node) -> bool:
     return _namespace(node) == _NAMESPACE and not is_wait(node)
 
 
+def collective_name(node: fx.Node) -> str:
+    """What the node starts: ``all_reduce``."""
+    return str(node.target).split(".")[1]
+
+
 def is_wait(node: fx.Node) -> bool:
     """Whether the node waits for a collective."""
     return _namespace(node) == _NAMESPACE and "wait_tensor" in str(node.target)
@@ -109,49 +113,6 @@ def is_wait(node: fx.Node) -> bool:
 def copies_nothing(node: fx.Node) -> bool:
     """Whether the node starts a collective that reads its operands until it ends; an all-reduce works in a copy."""
     return starts_collective(node) and "all_reduce" not in str(node.target)
-
-
-def activation_collectives(step: ShardedStep) -> list[fx.Node]:
-    """Collectives that move activations, which data parallelism never needs. For tests.
-
-    Innocent are all-reduces of
-
-    * one number, or per-channel statistics (all dimensions but one have at most two elements);
-    * a gradient: as many elements as some parameter.
-
-    So are gathers of what batch norm's kernels count a channel. Every other all-reduce, and every gather or scatter of
-    more than one number a rank, is returned.
-    """
-    parameters = {
-        entry.value.numel
-        for _, entry in step.signature.inputs_of(InputRole.PARAMETER, InputRole.GRADIENT)
-        if isinstance(entry.value, TensorSpec)
-    }
-    guilty: list[fx.Node] = []
-    for node in collectives(step.graph_module.graph):
-        spec = node.args[0].meta["val"] if isinstance(node.args[0], fx.Node) else None
-        if not isinstance(spec, TensorSpec):
-            guilty.append(node)
-            continue
-        statistic = spec.numel == 1 or math.prod(sorted(spec.shape)[:-1]) <= 2
-        reduces = "all_reduce" in str(node.target)
-        innocent = reduces and (statistic or spec.numel in parameters)
-        if not (spec.numel == 1 or innocent or _is_made_of_statistics(node)):
-            guilty.append(node)
-    return guilty
-
-
-def _is_made_of_statistics(node: fx.Node) -> bool:
-    """Whether all that a collective sends are means and deviations a channel, as batch norm's kernel gives them."""
-    found, todo = list[fx.Node](), list(node.all_input_nodes)
-    while todo:
-        value = todo.pop()
-        plain = value.op == "call_function" and (value.target in _ARRANGING or value.target is operator.getitem)
-        if plain and value.all_input_nodes:
-            todo += value.all_input_nodes
-        else:
-            found.append(value)
-    return all(value.target is _aten.batch_norm_stats.default for value in found)
 
 
 # ---------------------------------------------------------------- pieces
@@ -283,27 +244,17 @@ def _roles(output: fx.Node, node: fx.Node, signature: Signature) -> list[OutputR
 
 
 def _write_counts(graph: fx.Graph, regions: dict[fx.Node, Region]) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    writes: dict[fx.Node, Counter[fx.Node | None]] = {}
-
-    def seen(value: fx.Node) -> int:
-        root, piece = regions[value]
-        counts = writes.get(root)
-        if counts is None:  # most storages are never written
-            return 0
-        return sum(count for other, count in counts.items() if overlapping(piece, other))
-
+    writes = WritesSoFar(regions)
     # Counted from the value on: a pass may replace a value by one that took other writes to make.
     born: dict[fx.Node, int] = {}
     for node in graph.nodes:
         operands = node.all_input_nodes
         if writes:
-            yield node, tuple([seen(operand) - born.get(operand, 0) for operand in operands])
+            yield node, tuple([writes.seen(operand) - born.get(operand, 0) for operand in operands])
         else:
             yield node, (0,) * len(operands)
-        for operand in written_arguments(node):
-            root, piece = regions[operand]
-            writes.setdefault(root, Counter())[piece] += 1
-        if writes and (counted := seen(node)):
+        writes.note(node)
+        if writes and (counted := writes.seen(node)):
             born[node] = counted
 
 

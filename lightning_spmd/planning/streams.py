@@ -15,7 +15,6 @@ from typing import Any
 from torch import fx
 
 from lightning_spmd._private_api import OpOverload
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import is_wait, starts_collective
@@ -129,7 +128,7 @@ class Player:
             if node.op == "call_function":
                 self._run(node, seconds.get(node.name, 0.0), due, played)
             played.at.append(self._device)
-        outputs: Any = last(graph.nodes, "output").args[0]
+        outputs: Any = graph.output_node().args[0]
         handed_on = step.signature.outputs_of(OutputRole.PENDING)
         self._pending = {entry.key: due[outputs[i]] for i, entry in handed_on if outputs[i] in due}
         # Lightning reads the loss at the end of a step at the latest, so the host does not run further ahead.

@@ -41,10 +41,8 @@ from lightning_spmd.strategy.ranks.alike import check_same_tensors
 from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
 from lightning_spmd.strategy.ranks.ranks import Ranks
 from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
-from lightning_spmd.strategy.state.expert_sharing import ExpertSharing
-from lightning_spmd.strategy.state.layer_sharing import LayerSharing
+from lightning_spmd.strategy.state.layer_sharing import ExpertSharing, LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
-from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
 from lightning_spmd.strategy.state.replaced_tensors import moving
 from lightning_spmd.strategy.steps.evaluating import Evaluation
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
@@ -322,7 +320,7 @@ class SPMDStrategy(SavingStrategy):
         if not self._training.give_gradients(module):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
-        with mixed_placements_allowed(self._layout, module):
+        with self._layout.mixed_placements_allowed(module):
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

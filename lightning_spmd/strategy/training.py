@@ -34,7 +34,6 @@ from lightning_spmd.strategy.notices.run_account import Accounts
 from lightning_spmd.strategy.ranks.places import compare_training_batches, meet_after_backward, meet_in_training
 from lightning_spmd.strategy.state.layer_sharing import LayerSharing
 from lightning_spmd.strategy.state.memory import gradients_of, tensors_on_other_devices
-from lightning_spmd.strategy.state.mixed_placements import mixed_placements_allowed
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 from lightning_spmd.strategy.state.random_state import RandomState
 from lightning_spmd.strategy.state.replaced_tensors import give_successors
@@ -580,7 +579,7 @@ class Training:
     def _apply(self, iteration: TrainingIteration, optimizer: Optimizer) -> None:
         scaler = iteration.context.scaler
         scaler.unscale(optimizer, on_ranks=self._ranks.mesh is not None)
-        with mixed_placements_allowed(self._layout, self._module):
+        with self._layout.mixed_placements_allowed(self._module):
             private.after_closure(self._module.trainer.precision_plugin, self._module, optimizer)
         if self._pauses is not None:
             if self._pauses.end():

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_spmd
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.strategy.graphs.building import GraphBuilder
 from tests.compatibility.rows import ROWS, STEPS, Row
+from tests.helpers.activations import activation_collectives
 from tests.helpers.training import QUIET
 
 _LOGGERS = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")

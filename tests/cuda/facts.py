@@ -19,13 +19,13 @@ from lightning_spmd.ir.reads import checks_of
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.steps import IterationGraphs, ShardedStep
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages import finish
 from lightning_spmd.stages.runtime.agreement.same_graphs import describe, describe_capture, exchanges
 from lightning_spmd.stages.runtime.regions.choice import fitting_regions
 from lightning_spmd.strategy.ranks.backends import check_collectives
 from tests.cuda.ranks import Built, Wanted, build, process_groups
 from tests.cuda.stand_ins import gpus
+from tests.helpers.activations import activation_collectives
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from lightning_spmd.ir.node_info import NodeInfo, Section, TensorSpec
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import (
-    activation_collectives,
     collectives,
     forget_writes,
     is_wait,
@@ -23,6 +22,7 @@ from lightning_spmd.ir.verify import (
     verify_captured,
     verify_sharded,
 )
+from tests.helpers.activations import activation_collectives
 from tests.helpers.tiny_capture import capture_function
 from tests.stages.passes.local_programs import BATCH, PARAMETER, R, Writer, functional, write
 

@@ -8,28 +8,17 @@ can split the sequences. Targets that are one list without padding are padded fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 from torch.nn import functional as F
 
-from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators.library import define_operator
 
 _LOSS = torch.ops.aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
 _BACKWARD = torch.ops.aten._ctc_loss_backward.Tensor  # noqa: SLF001 - an operator's public name
 _LENGTHS = "Tensor input_lengths, Tensor target_lengths"
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
-_LIBRARY.define(
-    f"ctc_loss(Tensor log_probs, Tensor targets, {_LENGTHS}, int blank, bool zero_infinity) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    f"ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, {_LENGTHS}, Tensor neg_log_likelihood, "
-    "Tensor log_alpha, int blank, bool zero_infinity) -> Tensor"
-)
-_LIBRARY.define("pad_targets(Tensor targets, Tensor lengths, SymInt width) -> Tensor")
 
 
 def _padded(targets: Tensor, lengths: Tensor, width: int) -> Tensor:
@@ -85,17 +74,17 @@ def _backward_shapes(_: Tensor, log_probs: Tensor, *__: Any) -> Tensor:
     return log_probs.new_empty(log_probs.shape)
 
 
-_LIBRARY.impl("ctc_loss", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("ctc_loss_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("pad_targets", _padded, "CompositeExplicitAutograd")
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "ctc_loss": _forward_shapes,
-    "ctc_loss_backward": _backward_shapes,
-    "pad_targets": _padded_shape,
-}
-for _name, _function in _SHAPES.items():
-    torch.library.register_fake(f"lightning_spmd::{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-
-CTC_LOSS = torch.ops.lightning_spmd.ctc_loss.default
-CTC_LOSS_BACKWARD = torch.ops.lightning_spmd.ctc_loss_backward.default
-PAD_TARGETS = torch.ops.lightning_spmd.pad_targets.default
+CTC_LOSS = define_operator(
+    f"ctc_loss(Tensor log_probs, Tensor targets, {_LENGTHS}, int blank, bool zero_infinity) -> (Tensor, Tensor)",
+    _forward,
+    _forward_shapes,
+)
+CTC_LOSS_BACKWARD = define_operator(
+    f"ctc_loss_backward(Tensor grad, Tensor log_probs, Tensor targets, {_LENGTHS}, Tensor neg_log_likelihood, "
+    "Tensor log_alpha, int blank, bool zero_infinity) -> Tensor",
+    _backward,
+    _backward_shapes,
+)
+PAD_TARGETS = define_operator(
+    "pad_targets(Tensor targets, Tensor lengths, SymInt width) -> Tensor", _padded, _padded_shape
+)

@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
-
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
+from lightning_spmd.ir.operators.library import define_operator
 
 
 def _read() -> Tensor:
@@ -41,17 +38,7 @@ def _nothing(_: Any) -> None:
 
 
 _SIZE = len(torch.default_generator.get_state())
-_OPERATORS: tuple[tuple[str, Any, Any], ...] = (
-    ("read_state() -> Tensor", _read, _shape),
-    ("write_state(Tensor state) -> ()", _write, _nothing),
-    ("seed(SymInt seed) -> ()", _seed, _nothing),
-)
-for _schema, _function, _fake in _OPERATORS:
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema, tags=(torch.Tag.nondeterministic_seeded,))
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lightning_spmd::{_name}", _fake, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-
-READ_STATE = torch.ops.lightning_spmd.read_state.default
-WRITE_STATE = torch.ops.lightning_spmd.write_state.default
-SEED = torch.ops.lightning_spmd.seed.default
+_DRAWS = (torch.Tag.nondeterministic_seeded,)
+READ_STATE = define_operator("read_state() -> Tensor", _read, _shape, tags=_DRAWS)
+WRITE_STATE = define_operator("write_state(Tensor state) -> ()", _write, _nothing, tags=_DRAWS)
+SEED = define_operator("seed(SymInt seed) -> ()", _seed, _nothing, tags=_DRAWS)

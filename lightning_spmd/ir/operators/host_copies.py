@@ -17,12 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-_LIBRARY: Any = Library("lightning_spmd", "DEF")
-_LIBRARY.define("offload(Tensor x) -> Tensor")
-_LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
-_LIBRARY.define("arrive_(Tensor(a!) x, Tensor host) -> ()")
+from lightning_spmd.ir.operators.library import define_operator
 
 
 @dataclass(frozen=True)
@@ -81,10 +77,6 @@ def _arrive(x: Tensor, host: Tensor) -> None:
     torch.cuda.current_stream(x.device).wait_event(_streams(x.device).coming.pop(x.data_ptr()))
 
 
-_LIBRARY.impl("offload", _offload, "CompositeExplicitAutograd")
-_LIBRARY.impl("fetch", _fetch, "CompositeExplicitAutograd")
-_LIBRARY.impl("arrive_", _arrive, "CompositeExplicitAutograd")
-
-OFFLOAD = torch.ops.lightning_spmd.offload.default
-FETCH = torch.ops.lightning_spmd.fetch.default
-ARRIVE = torch.ops.lightning_spmd.arrive_.default
+OFFLOAD = define_operator("offload(Tensor x) -> Tensor", _offload)
+FETCH = define_operator("fetch(Tensor host, Device device) -> Tensor", _fetch)
+ARRIVE = define_operator("arrive_(Tensor(a!) x, Tensor host) -> ()", _arrive)

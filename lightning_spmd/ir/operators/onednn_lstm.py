@@ -14,27 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
-from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators.library import define_operator
 
 aten = torch.ops.aten
 _EAGER, _EAGER_BACKWARD = (
     getattr(getattr(aten, name, None), "default", None)  # torch may be built without oneDNN
     for name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
 )
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
 _TENSORS = "Tensor input, Tensor weight0, Tensor weight1, Tensor weight2, Tensor weight3, Tensor hx, Tensor cx"
-_LIBRARY.define(
-    f"lstm_layer({_TENSORS}, bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, "
-    "bool has_biases, bool bidirectional, bool batch_first, bool train, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)"
-)
-_LIBRARY.define(
-    f"lstm_layer_backward({_TENSORS}, Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad_hy, "
-    "Tensor? grad_cy, bool reverse, int mode, int hidden_size, int num_layers, bool has_biases, bool train, "
-    "bool bidirectional, int[] batch_sizes, bool batch_first, Tensor workspace) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-)
 _KEPT = 8
 """Numbers that the graph counts as kept for a unit of a row and a step of time: four gates, and what they come from."""
 
@@ -83,13 +71,21 @@ def _backward_shapes(*given: Any) -> tuple[Tensor, ...]:
     return tuple(input.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-_LIBRARY.impl("lstm_layer", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("lstm_layer_backward", _backward, "CompositeExplicitAutograd")
-torch.library.register_fake("lightning_spmd::lstm_layer", _forward_shapes, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-torch.library.register_fake("lightning_spmd::lstm_layer_backward", _backward_shapes, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-
-LSTM_LAYER = torch.ops.lightning_spmd.lstm_layer.default
-LSTM_LAYER_BACKWARD = torch.ops.lightning_spmd.lstm_layer_backward.default
+LSTM_LAYER = define_operator(
+    f"lstm_layer({_TENSORS}, bool reverse, int[] batch_sizes, int mode, int hidden_size, int num_layers, "
+    "bool has_biases, bool bidirectional, bool batch_first, bool train, bool keeps) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _forward,
+    _forward_shapes,
+)
+LSTM_LAYER_BACKWARD = define_operator(
+    f"lstm_layer_backward({_TENSORS}, Tensor output, Tensor hy, Tensor cy, Tensor? grad_output, Tensor? grad_hy, "
+    "Tensor? grad_cy, bool reverse, int mode, int hidden_size, int num_layers, bool has_biases, bool train, "
+    "bool bidirectional, int[] batch_sizes, bool batch_first, Tensor workspace) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _backward,
+    _backward_shapes,
+)
 
 
 def in_a_graph(op: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:

@@ -22,25 +22,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.operators import host_copies  # pyright: ignore[reportUnusedImport]  # noqa: F401 - begins the library
+from lightning_spmd.ir.operators.library import define_operator
 
 aten = torch.ops.aten
 _SETTINGS = (
     "str mode, bool bias, int layers, bool bidirectional, bool train, bool sort, bool rows_first, "
     "ScalarType? autocast, bool cached, bool even"
-)
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
-_LIBRARY.define(f"packed_rnn(Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]")
-_LIBRARY.define(
-    "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
-    f"Tensor reserve, bool[] wanted, {_SETTINGS}, Tensor?[] sums) -> Tensor[]"
-)
-_LIBRARY.define(
-    "packed_noise(Tensor input, Tensor lengths, float p, bool sort, bool rows_first) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),
 )
 _pack, _pad = aten._pack_padded_sequence.default, aten._pad_packed_sequence  # noqa: SLF001 - operators' public names
 _LAYERS: dict[str, Callable[..., Any]] = {
@@ -290,7 +279,7 @@ def _dtypes(
     shapes = [(gates * units, 1), (gates * units, projected), *([(gates * units,)] * 2 if how.bias else [])]
     shapes += [(projected, units)] if projects else []
     states = [(1, 2, projected), (1, 2, units)][: 2 if how.mode == "LSTM" else 1]
-    with private.disable_dispatch_modes(), private.disable_torch_functions():
+    with private.disable_dispatch_modes(), private.no_torch_functions():
         tensors = [torch.zeros(2, 2, 1, dtype=of_input)]
         tensors += [torch.zeros(shape, dtype=of_state) for shape in states]
         tensors += [torch.zeros(shape, dtype=of_weight) for shape in shapes]
@@ -298,17 +287,20 @@ def _dtypes(
         return tuple(result.dtype for result in _computed(one, tensors, lengths, len(states)))
 
 
-_LIBRARY.impl("packed_rnn", _forward, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_rnn_backward", _backward, "CompositeExplicitAutograd")
-_LIBRARY.impl("packed_noise", _noise, "CompositeExplicitAutograd")
-_SHAPES: dict[str, Callable[..., Any]] = {
-    "packed_rnn": _forward_shapes,
-    "packed_rnn_backward": _backward_shapes,
-    "packed_noise": _noise_shape,
-}
-for _name, _function in _SHAPES.items():
-    torch.library.register_fake(f"lightning_spmd::{_name}", _function, lib=_LIBRARY)  # pyright: ignore[reportUnknownMemberType]
-
-PACKED_RNN = torch.ops.lightning_spmd.packed_rnn.default
-PACKED_RNN_BACKWARD = torch.ops.lightning_spmd.packed_rnn_backward.default
-PACKED_NOISE = torch.ops.lightning_spmd.packed_noise.default
+PACKED_RNN = define_operator(
+    f"packed_rnn(Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]",
+    _forward,
+    _forward_shapes,
+)
+PACKED_RNN_BACKWARD = define_operator(
+    "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
+    f"Tensor reserve, bool[] wanted, {_SETTINGS}, Tensor?[] sums) -> Tensor[]",
+    _backward,
+    _backward_shapes,
+)
+PACKED_NOISE = define_operator(
+    "packed_noise(Tensor input, Tensor lengths, float p, bool sort, bool rows_first) -> Tensor",
+    _noise,
+    _noise_shape,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)

@@ -25,7 +25,6 @@ from torch import fx
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions, written_arguments
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import TAIL
 from lightning_spmd.ir.signature import GraphInput, InputRole, Signature
 from lightning_spmd.ir.steps import ShardedStep
@@ -65,7 +64,7 @@ def follow(cleanup: ShardedStep, setup: ShardedStep) -> ShardedStep:
             _copy(graph, late, made)
         if node is not None:
             _copy(graph, node, made)
-    output = last(setup.graph_module.graph.nodes, "output")
+    output = setup.graph_module.graph.output_node()
     graph.output(fx.map_arg(output.args[0], made.__getitem__))
     module = private.GraphModule(setup.graph_module, graph)
     signature = Signature(tuple(inputs), setup.signature.outputs)

@@ -31,7 +31,6 @@ from lightning_spmd.errors import CannotShowError
 from lightning_spmd.ir.aliasing import aliased_argument, storage_roots, written_arguments
 from lightning_spmd.ir.dependence import Dependences, reorder
 from lightning_spmd.ir.effects import draws_random, is_pure
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import NodeInfo, Section, info_of
 from lightning_spmd.ir.signature import GraphOutput, InputRole, OutputRole
 from lightning_spmd.ir.source import pause
@@ -56,7 +55,7 @@ def check_unwritten(captured: CapturedStep) -> None:
     """
     graph = captured.graph_module.graph
     roots = storage_roots(graph)
-    values: Any = last(graph.nodes, "output").args[0]
+    values: Any = graph.output_node().args[0]
     pairs = zip(values, captured.signature.outputs, strict=True)
     shown = {roots[value] for value, entry in pairs if entry.role is OutputRole.SHOWN_GRADIENT}
     for node in graph.nodes:
@@ -72,7 +71,7 @@ def hide_gradients(step: ShardedStep) -> ShownGradients:
         CannotShowError: there is none.
     """
     graph = step.graph_module.graph
-    output = last(graph.nodes, "output")
+    output = graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     shown: list[tuple[fx.Node, GraphOutput]] = []
     for position, entry in enumerate(step.signature.outputs):
@@ -166,7 +165,7 @@ def pausing(step: ShardedStep) -> PausingStep:
     graph = copy.graph_module.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     body = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
-    output = last(graph.nodes, "output")
+    output = graph.output_node()
     values: Any = output.args[0]
     early = [i for i, e in enumerate(copy.signature.outputs) if e.role not in _OF_THE_UPDATE and values[i] is not None]
     leaves = (n for n in [*inputs, *body] if LEAF in n.meta and TAIL not in n.meta)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -128,19 +128,14 @@ def _watch(fetcher: Any, note: Callable[[Any], None]) -> None:
         return
     inner = fetcher.iterator
 
-    class Watched:
-        def __iter__(self) -> Any:
-            return self
-
-        def __next__(self) -> Any:
-            fetcher.iterator = inner
-            batch = next(inner, _END)
-            if batch is _END:
-                raise StopIteration
+    def watched() -> Iterator[Any]:
+        fetcher.iterator = inner
+        batch = next(inner, _END)  # `for` would call iter(), where Lightning's loader begins anew
+        if batch is not _END:
             note(batch)
-            return batch
+            yield batch
 
-    fetcher.iterator = Watched()
+    fetcher.iterator = watched()
 
 
 def _look(batch: Any) -> str | None:

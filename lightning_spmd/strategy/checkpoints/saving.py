@@ -34,8 +34,7 @@ from lightning_spmd.strategy.checkpoints.whole_files import WholeFiles
 from lightning_spmd.strategy.ranks.boundary import names_lost_ranks
 from lightning_spmd.strategy.ranks.processes import ProcessStrategy
 from lightning_spmd.strategy.ranks.ranks import Ranks
-from lightning_spmd.strategy.ranks.requests import Requests
-from lightning_spmd.strategy.ranks.requeue import Requeue
+from lightning_spmd.strategy.ranks.requeue import Requests, Requeue
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_own_checkpoint
 from lightning_spmd.strategy.state.random_state import RandomState
 from lightning_spmd.strategy.state.state_layout import StateLayout

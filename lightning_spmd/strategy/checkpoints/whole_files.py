@@ -11,7 +11,6 @@ import ctypes
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,10 @@ _AT_FDCWD, _EXCHANGE = -100, 2
 
 
 class WholeFiles(TorchCheckpointIO):
-    """Lightning's own files, written beside their place and put there when they are complete and on the disk."""
+    """Lightning's own files, written beside their place and put there when they are complete and on the disk.
+
+    What fails leaves nothing behind.
+    """
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
@@ -38,12 +40,20 @@ class WholeFiles(TorchCheckpointIO):
             return
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with written_beside(path) as new:
+        new = name_beside(path)
+        remove_unfinished(path.parent)
+        try:
             with new.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             put(new, path)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, OSError) or isinstance(error.__context__, OSError):
+                raise not_written(path, reason(error)) from error
+            raise
+        finally:
+            remove(new)
 
 
 def name_beside(path: Path) -> Path:
@@ -54,25 +64,6 @@ def name_beside(path: Path) -> Path:
 def _this_machine() -> str:
     """Where numbers of processes mean the same."""
     return f"{stable_hash(Process.this().machine):x}"
-
-
-@contextlib.contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
-    """Inside, something is written under another name, which is free; what fails leaves nothing behind.
-
-    Raises:
-        SPMDError: it could not be written there.
-    """
-    new = name_beside(path)
-    remove_unfinished(path.parent)
-    try:
-        yield new
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) or isinstance(error.__context__, OSError):
-            raise not_written(path, reason(error)) from error
-        raise
-    finally:
-        remove(new)
 
 
 def reason(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.same_step import first_difference
 from lightning_spmd.ir.sizes import Dimension, Formula
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs
-from lightning_spmd.ir.unify import Apart, unified
+from lightning_spmd.ir.unify import Apart, Fits, joined
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.request import CaptureRequest
 from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes, SymbolicBatch
@@ -71,7 +71,7 @@ def generalized(
     family.sizes.restrict([samples[0], *extremes, family.seen])
     graphs = [make(family.at(sample, marked=True)) for sample in samples]
     try:
-        main = unified([g.main for g in graphs], family.sizes, samples, formulas, others)
+        main = joined([g.main for g in graphs], Fits(family.sizes, samples, formulas, others))
     except Apart as error:
         raise NotGeneral(str(error)) from error
     return dataclasses.replace(graphs[0], main=main), family

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_spmd import messages
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import starts_collective
+from lightning_spmd.ir.verify import collective_name, starts_collective
 from lightning_spmd.messages import tell
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.runtime.executor import Executable
@@ -211,6 +211,6 @@ def _communication(step: ShardedStep) -> str:
     kinds: dict[str, int] = {}
     for node in step.graph_module.graph.nodes:
         if starts_collective(node):
-            name = str(node.target).removeprefix("_c10d_functional.").partition(".")[0].rstrip("_")
+            name = collective_name(node).rstrip("_")
             kinds[name] = kinds.get(name, 0) + 1
     return ", ".join(f"{count} {name}" for name, count in kinds.items()) or "none"

@@ -44,20 +44,9 @@ def as_text(rows: Mapping[str, str], width: int | None = None) -> str:
         table.add_row(name, text)
     width = width or Console().width
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    file = _Text(encoding)
+    # rich chooses its lines by the encoding. What prints them does so strictly: a bar that cannot write a character
+    # would end the training.
+    file = io.TextIOWrapper(io.BytesIO(), encoding, errors="replace", newline="\n")
     Console(file=file, width=width, force_terminal=sys.stdout.isatty()).print(table)
-    # What prints it does so strictly: a bar that cannot write a character would end the training.
-    return file.getvalue().rstrip().encode(encoding, "replace").decode(encoding)
-
-
-class _Text(io.StringIO):
-    """Text for a terminal of this encoding, by which rich chooses its lines."""
-
-    def __init__(self, encoding: str) -> None:
-        super().__init__()
-        self._encoding = encoding
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The terminal's."""
-        return self._encoding
+    file.flush()
+    return file.buffer.getvalue().decode(encoding).rstrip()

@@ -32,8 +32,7 @@ class StepStatistics(Callback):
 
     Each value is the median of the steps since the last row. A step lasts from the end of one update to the end of the
     next: loading data, ``accumulate_grad_batches`` batches, hooks. Steps in which a graph was built, the first step of
-        an
-    epoch and validation do not count::
+    an epoch and validation do not count::
 
         spmd/step_time_ms                 on rank 0
         spmd/samples_per_second           on all ranks together
@@ -92,10 +91,7 @@ class StepStatistics(Callback):
         if self._run is not None:
             self._run.interrupt()
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._run is not None:
-            self._run.interrupt()
+    on_validation_start = on_train_epoch_start
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

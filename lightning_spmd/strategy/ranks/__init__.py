@@ -1,6 +1,6 @@
 """Processes and what they say to each other.
 
-``processes``   launcher and collectives; ``ranks``: mesh and groups; ``rendezvous``, ``waiting_at_start``: at the start
+``processes``   launcher and collectives; ``ranks``: mesh and groups; ``rendezvous``: at the start
 ``places``      where a rank is; ``alike``: what must be the same; ``boundary``: errors that name a lost rank
-``slurm``, ``requeue``, ``requests``  SLURM and signals
+``slurm``, ``requeue``  SLURM; signals
 """

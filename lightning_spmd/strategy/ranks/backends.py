@@ -7,7 +7,7 @@ import torch
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import starts_collective
+from lightning_spmd.ir.verify import collective_name, starts_collective
 
 _OF_GLOO = {"all_reduce", "all_reduce_coalesced", "broadcast"}
 """What Gloo does with a GPU's tensors: https://docs.pytorch.org/docs/stable/distributed.html#backends. At others it
@@ -27,17 +27,13 @@ def check_collectives(step: ShardedStep, backend: str) -> None:
     of_gpus = [part.removeprefix("cuda:") for part in backend.split(",") if not part.startswith("cpu:")]
     if of_gpus != ["gloo"]:
         return
-    found = {_name(n.target) for n in step.graph_module.graph.nodes if starts_collective(n) and _is_on_gpu(n)}
+    found = {collective_name(n) for n in step.graph_module.graph.nodes if starts_collective(n) and _is_on_gpu(n)}
     refused = [name for name in found if name.rstrip("_") not in _OF_GLOO]
     if refused:
         raise ConfigurationError(
             f"process_group_backend={backend!r}: this step needs {', '.join(sorted(refused))} of a GPU's tensors, "
             "which Gloo has not; leave process_group_backend out, for NCCL"
         )
-
-
-def _name(target: object) -> str:
-    return str(target).split(".")[1]
 
 
 def _is_on_gpu(node: torch.fx.Node) -> bool:

@@ -23,7 +23,7 @@ from lightning_spmd.errors import RankDisagreementError
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.agreement.control import THE_END, ControlPlane, Place, StepVote
 from lightning_spmd.strategy.ranks.alike import check_alike, facts
-from lightning_spmd.strategy.ranks.requests import Requests
+from lightning_spmd.strategy.ranks.requeue import Requests
 from lightning_spmd.strategy.state.new_parameters import NewParameters
 
 _LIMITS = {"training": "limit_train_batches", "validation": "limit_val_batches", "test": "limit_test_batches"}

@@ -27,10 +27,9 @@ from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.strategy.notices.advice import advice_on
 from lightning_spmd.strategy.ranks.boundary import Launcher, names_lost_ranks
 from lightning_spmd.strategy.ranks.ranks import Processes, Ranks
-from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, meet_first
+from lightning_spmd.strategy.ranks.rendezvous import NoAnswerError, meet_first, saying_whom
 from lightning_spmd.strategy.ranks.slurm import SlurmLauncher, check_tasks, choose_port, meet, step_name
-from lightning_spmd.strategy.ranks.waiting_at_start import saying_whom
-from lightning_spmd.strategy.state.common_seed import go_on_alike
+from lightning_spmd.strategy.state.random_state import go_on_alike
 from lightning_spmd.strategy.state.replaced_tensors import moving
 
 SECONDS_TO_FINISH = 0.05
@@ -192,7 +191,8 @@ class ProcessStrategy(ParallelStrategy):
         super().on_exception(exception)
         if (advice := advice_on(exception)) is not None:
             exception.add_note(advice)
-        self._ranks.tell_end(exception)
+        if self._ranks.control is not None:
+            self._ranks.control.peers.note(exception)
 
     # ------------------------------------------------------------------ collectives
     @override

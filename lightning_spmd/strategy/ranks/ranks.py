@@ -126,11 +126,6 @@ class Ranks:
         self._leases.append(lease_groups(wanted, self.timeout))
         return self._leases[-1].owners
 
-    def tell_end(self, exception: BaseException) -> None:
-        """Tell the other ranks why this rank ends."""
-        if self.control is not None:
-            self.control.peers.note(exception)
-
     # ------------------------------------------------------------------ the mesh
     def sampler_arguments(self, count: int, rank: int) -> dict[str, Any]:
         """The sampler's arguments: the number of different batches per step, and the index of this rank's batch."""

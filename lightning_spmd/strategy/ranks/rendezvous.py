@@ -1,6 +1,7 @@
 """Connects a rank to rank 0's port, where another program may listen and never answer.
 
-torch's store client waits for an answer without limit once it is connected, whatever its timeout.
+torch's store client waits for an answer without limit once it is connected, whatever its timeout. Rank 0 names the
+ranks that it waits for: with ``num_nodes=2`` started on one node it would wait silently.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_spmd.messages import mention
 
 _distributed: Any = dist  # pyright does not know its stores
 LONGEST = timedelta(minutes=30)
@@ -23,6 +27,8 @@ ANSWER = timedelta(minutes=5)
 _LOOK = 5.0
 """Seconds between two looks whether anything takes connections."""
 _CAME = "lightning_spmd/came/"
+PATIENCE = 60.0
+"""Seconds after which it says so; starting Python and torch takes a loaded machine long enough."""
 
 
 class NoAnswerError(RuntimeError):
@@ -106,6 +112,48 @@ def not_come(address: str, port: int, count: int) -> list[int]:
         store = connected(address, port, timedelta(seconds=10))
         return [rank for rank in range(1, count) if not store.check([f"{_CAME}{rank}"])]
     return []
+
+
+@contextlib.contextmanager
+def saying_whom(address: str, port: int, count: int, on_node: int, timeout: timedelta | None) -> Iterator[None]:
+    """A context in which rank 0 waits for the others. After a while a message names missing ranks and the fix.
+
+    Args:
+        address: of the first rank's node.
+        port: of rank 0.
+        count: number of all ranks.
+        on_node: ranks per node.
+        timeout: how long it will wait; None: 30 minutes.
+    """
+
+    def say() -> None:
+        ranks = not_come(address, port, count)
+        if ranks and not over.is_set():
+            waited = f"rank 0 has been waiting for {PATIENCE:.0f} s at {address}, port {port}"
+            mention(f"{waited}, {_for_whom(ranks, count, on_node)}. It waits for {timeout or LONGEST} at most")
+
+    over = threading.Event()
+    timer = threading.Timer(PATIENCE, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        timer.cancel()
+
+
+def _for_whom(ranks: list[int], count: int, on_node: int) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    whom = f"for rank{'s' if len(ranks) > 1 else ''} {names} of {count}"
+    nodes = count // on_node
+    if nodes == 1:
+        return f"{whom}, which {'has' if len(ranks) == 1 else 'have'} not come so far"
+    absent = " or ".join(map(str, sorted({rank // on_node for rank in ranks})[:8]))
+    return (
+        f"{whom} (num_nodes={nodes}, {on_node} each): start the same command on every node with the same MASTER_ADDR "
+        f"and MASTER_PORT, and with NODE_RANK={absent} there, as torchrun and srun do"
+    )
 
 
 def _takes_connections(address: str, port: int) -> bool:

@@ -2,7 +2,7 @@
 
 Lightning answers the signal in its handler, wherever the process is: in a graph, in a collective, in a trace. Ranks at
 different places then wait for each other until SLURM ends them. Here the handler only notes the signal, every batch's
-exchange carries the note (``requests.py``), and all ranks act at the end of the same batch. ``early_signals.py`` notes
+exchange carries the note (``Requests``), and all ranks act at the end of the same batch. ``early_signals.py`` notes
 the signal from the first line of the program on. The checkpoint is the one that Lightning would write:
 ``hpc_ckpt_N.ckpt`` in ``default_root_dir``. The restarted job resumes from it.
 """
@@ -27,11 +27,11 @@ from lightning_spmd import early_signals
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane, Place
 from lightning_spmd.strategy.checkpoints.resumed_data import KEY, EpochData
-from lightning_spmd.strategy.ranks.requests import Requests
 from lightning_spmd.strategy.ranks.slurm import FIT, JOB, SlurmLauncher, job_name
 from lightning_spmd.strategy.state.random_state import RandomState, pack_random_state
 
 _LONGEST_WAIT = 600.0
+_REQUEUE, _STOP = 1, 2
 
 
 def signal_of(cluster: Any) -> int | None:
@@ -39,6 +39,47 @@ def signal_of(cluster: Any) -> int | None:
     if not isinstance(cluster, SLURMEnvironment) or not cluster.auto_requeue or cluster.requeue_signal is None:
         return None
     return int(cluster.requeue_signal) if early_signals.watch(cluster.requeue_signal) else None
+
+
+class Requests:
+    """Requests from outside to end (SIGTERM) or to return to SLURM's queue: this process's, and what all ranks know.
+
+    Args:
+        trainer: the Trainer.
+        requeue_signal: the signal by which SLURM announces the time limit; None if there is none.
+
+    Attributes:
+        to_requeue: all ranks know that the job is to be requeued. They write a checkpoint at the end of this batch.
+        answered: they have done so, and SLURM is about to end the job.
+    """
+
+    def __init__(self, trainer: Any, requeue_signal: int | None) -> None:
+        self._trainer = trainer
+        self.requeue_signal = requeue_signal
+        self.to_requeue = False
+        self.answered = False
+
+    @property
+    def told(self) -> int:
+        """The requests to this process as a number; the largest of all ranks counts."""
+        requeue = self.requeue_signal is not None and not self.answered and early_signals.received(self.requeue_signal)
+        return _REQUEUE * requeue + _STOP * self.told_to_stop
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process received SIGTERM."""
+        return private.told_to_stop(self._trainer)
+
+    def hear(self, told: int) -> None:
+        """Act on the requests of all ranks.
+
+        Raises:
+            SIGTERMException: on every rank, if one of them received SIGTERM and nothing has to be done first.
+        """
+        if told & _REQUEUE and self.requeue_signal is not None and not self.answered:
+            self.to_requeue = True
+        if told & _STOP and not self.to_requeue:
+            raise SIGTERMException
 
 
 class Requeue(Callback):

@@ -22,7 +22,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.messages import warn
 from lightning_spmd.strategy.ranks.boundary import Launcher
-from lightning_spmd.strategy.ranks.rendezvous import connected
+from lightning_spmd.strategy.ranks.rendezvous import LONGEST, connected
 
 JOB = "slurm_job"
 """Key of a checkpoint: the job that wrote it."""
@@ -171,7 +171,7 @@ def meet(address: str, port: int, rank: int, step: str, timeout: timedelta | Non
     Raises:
         ConfigurationError: they cannot meet there.
     """
-    until = time.monotonic() + (timeout or timedelta(minutes=30)).total_seconds()
+    until = time.monotonic() + (timeout or LONGEST).total_seconds()
     _check_address(address, port)
     if rank == 0:
         try:

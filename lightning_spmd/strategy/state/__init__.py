@@ -1,8 +1,7 @@
 """Parameters, optimizer state and random state of a run.
 
-``state_layout``      parts and wholes; ``memory``: layouts in memory; ``wide_state``: float32 beside bfloat16
-``layer_sharing``     which layers the ranks of the tensor axis share
-``expert_sharing``    which experts the ranks of the data axis share
-``new_parameters``    tensors that come later; ``replaced_tensors``, ``mixed_placements``: replaced ones, whole ones
-``random_state``      random numbers in checkpoints; ``kept_generators``, ``common_seed``: a module's own; at the start
+``state_layout``      parts, wholes and both; ``memory``: layouts in memory; ``wide_state``: float32 beside bfloat16
+``layer_sharing``     which layers the ranks of the tensor axis share, which experts those of the data axis
+``new_parameters``    tensors that come later; ``replaced_tensors``: replaced ones
+``random_state``      random numbers at the start and in checkpoints; ``kept_generators``: a module's own
 """

@@ -1,4 +1,7 @@
-"""Which layers the ranks of the tensor axis share: the user's plan, or one found in the graph of the first batch."""
+"""Which layers the ranks of the tensor axis share, and which experts neighbours on the data axis.
+
+Layers: the user's plan, or one found in the graph of the first batch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.ir.placement import REPLICATE
 from lightning_spmd.ir.steps import CapturedStep
 from lightning_spmd.messages import tell, warn
+from lightning_spmd.parallel.expert_parallel import checked_experts, stacks_of_experts
 from lightning_spmd.parallel.tensor_parallel import ResolvedPlan, TensorParallelPlan, resolve_plan
 from lightning_spmd.stages import find_plan
 
@@ -100,3 +104,30 @@ class LayerSharing:
         if self._resolved is None:
             return TensorParallelPlan(ResolvedPlan({}, {}))
         return TensorParallelPlan(self._resolved, self.is_sought)
+
+
+class ExpertSharing:
+    """The experts of a run: the user's patterns, or what looks like a stack of experts.
+
+    Args:
+        wanted: patterns on module paths, or ``"auto"``.
+        size: number of ranks among which experts are split.
+    """
+
+    def __init__(self, wanted: object, size: int) -> None:
+        self.wanted = checked_experts(wanted, size)
+        self.size = size
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def resolve(self, module: nn.Module) -> None:
+        """Find the experts of a model; until then there are none.
+
+        Raises:
+            ConfigurationError: naming the pattern or module that does not fit.
+        """
+        if self.size > 1:
+            self._shapes = stacks_of_experts(module, self.wanted, self.size)
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of the parameters with one entry an expert, by name."""
+        return self._shapes

@@ -1,12 +1,15 @@
 """Random state in checkpoints, so that a resumed run draws the numbers that an uninterrupted one would have drawn.
 
 Lightning saves none. Only plain tensors and numbers are stored, so the checkpoint stays loadable with
-``weights_only=True`` and by a Trainer without this package, which ignores the entry.
+``weights_only=True`` and by a Trainer without this package, which ignores the entry. At the start of a run on
+several ranks their states are made one device's.
 """
 
 from __future__ import annotations
 
+import os
 import uuid
+import zlib
 from typing import Any
 
 import torch
@@ -14,8 +17,12 @@ from torch import nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
+from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 from lightning_spmd.stages.runtime.random_streams import RandomStreams
 from lightning_spmd.strategy.state.kept_generators import pack_kept_generators, restore_kept_generators
+
+_SEED = "PL_GLOBAL_SEED"
+"""Where ``seed_everything`` notes the seed."""
 
 
 def pack_random_state(streams: RandomStreams | None, module: nn.Module | None = None) -> dict[str, Any]:
@@ -42,6 +49,27 @@ def restore_random_state(state: dict[str, Any], streams: RandomStreams | None, m
         restore_kept_generators(state.get("kept", {}), module)
     if streams is not None and state["streams"] is not None:
         streams.seed, streams.tick = state["streams"]["seed"], state["streams"]["tick"]
+
+
+def go_on_alike(control: ControlPlane) -> None:
+    """Keep the generators' states if they are equal on all ranks; otherwise use rank 0's.
+
+    So a run on several ranks begins with those of one device: Lightning's strategies seed again whenever a Trainer
+    starts its processes, and numbers drawn before (for the module's initialisation, a split of the data set, an earlier
+    fit) would repeat. If nothing was seeded, each rank keeps its own numbers. All ranks call this together.
+
+    Args:
+        control: messages among the ranks.
+    """
+    mine = {**pack_random_state(None), "cuda": None}
+    sides = control.gather((zlib.crc32(repr(_comparable(mine)).encode()), _SEED in os.environ))
+    if all(side == sides[0] for side in sides) or not sides[0][1]:
+        return
+    restore_random_state(control.gather(mine if control.rank == 0 else None)[0], None)
+
+
+def _comparable(state: dict[str, object]) -> dict[str, object]:
+    return {key: getattr(value, "tolist", lambda value=value: value)() for key, value in state.items()}
 
 
 class RandomState:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -125,6 +126,15 @@ class StateLayout:
             return
         with sharded_tensors_as(module, self.state.whole, self.state.take):
             yield
+
+    def mixed_placements_allowed(self, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Inside, operators take plain tensors and DTensors together, if the module has parameters of both kinds.
+
+        Hooks take gradients in one list, for a norm or for clipping. Under tensor parallelism the bias of a row-wise
+        layer is a plain tensor beside its weight in parts; it is equal on all ranks, which torch is told.
+        """
+        mixed = self.state is not None and len({isinstance(p, DTensor) for p in module.parameters()}) == 2
+        return implicit_replication() if mixed else contextlib.nullcontext()
 
     # ------------------------------------------------------------------ out
     def module_state(self, module: nn.Module) -> dict[str, Any]:

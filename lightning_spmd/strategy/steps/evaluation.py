@@ -20,7 +20,6 @@ from torch import Tensor, fx
 from typing_extensions import override
 
 from lightning_spmd.errors import BatchError, CaptureError, RankDisagreementError
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.placement import REPLICATE, Shard
 from lightning_spmd.ir.signature import InputRole, OutputRole
@@ -205,7 +204,7 @@ def _is_state(captured: CapturedStep, position: int) -> bool:
     graph = captured.graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     roles = {node: entry.role for node, entry in zip(placeholders, captured.signature.inputs, strict=True)}
-    outputs: Any = last(graph.nodes, "output").args[0]
+    outputs: Any = graph.output_node().args[0]
     seen: set[fx.Node] = set()
     todo: list[Any] = [outputs[position]]
     while todo:

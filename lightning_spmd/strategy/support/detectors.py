@@ -69,30 +69,20 @@ def _overrides(context: Context, hooks: Iterable[str]) -> str | None:
     return None
 
 
-def gradient_hooks(context: Context) -> str | None:
-    """Hooks that look at gradients between backward and step."""
-    if not context.module.automatic_optimization:
-        return None
-    return _overrides(context, GRADIENT_HOOKS)
+def _overridden(*hooks: str, by_hand: bool = False) -> Detector:
+    """Finds hooks of the user's own; where a step optimizes by hand, those alone that are called then, too."""
+
+    def detect(context: Context) -> str | None:
+        return _overrides(context, hooks) if by_hand or context.module.automatic_optimization else None
+
+    return detect
 
 
-def clipping_override(context: Context) -> str | None:
-    """Clipping of the user's own; by hand it is called by the user alone."""
-    if not context.module.automatic_optimization:
-        return None
-    return _overrides(context, ("configure_gradient_clipping",))
-
-
-def zero_grad_override(context: Context) -> str | None:
-    """An overridden ``zero_grad``; manual optimization does not call it."""
-    if not context.module.automatic_optimization:
-        return None
-    return _overrides(context, ("optimizer_zero_grad",))
-
-
-def backward_override(context: Context) -> str | None:
-    """A backward pass of the user's own."""
-    return _overrides(context, ("backward",))
+gradient_hooks = _overridden(*GRADIENT_HOOKS)
+"""Hooks that look at gradients between backward and step."""
+clipping_override = _overridden("configure_gradient_clipping")
+zero_grad_override = _overridden("optimizer_zero_grad")
+backward_override = _overridden("backward", by_hand=True)
 
 
 def autograd_hooks(context: Context) -> str | None:

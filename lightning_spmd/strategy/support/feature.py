@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from lightning_spmd.strategy.support.detectors import (
-    Detector,
-)
+from lightning_spmd.strategy.support.detectors import Detector
 
 
 class Mode(enum.StrEnum):

@@ -136,7 +136,7 @@ class _Watch:
         """Look at the arguments of an operation that has not begun."""
         if not self._done and any(self._is_pending(tensor) for tensor in _tensors(arguments)):
             self._done = True  # first: finishing is made of operations, too
-            with torch.no_grad(), private.disable_dispatch_modes(), private.disable_torch_functions():
+            with torch.no_grad(), private.disable_dispatch_modes(), private.no_torch_functions():
                 self._finish()
 
     def _is_pending(self, tensor: Tensor) -> bool:
@@ -146,7 +146,7 @@ class _Watch:
 
 
 def _storages(tensor: Tensor) -> list[int]:
-    with private.disable_torch_functions():
+    with private.no_torch_functions():
         local = private.local_tensor(tensor)
         return [private.storage_of(local)] if local.layout is torch.strided else []
 

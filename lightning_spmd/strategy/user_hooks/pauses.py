@@ -142,7 +142,7 @@ class Pauses:
         """Let ``p.grad`` be what the backward pass of eager training leaves there."""
         if self._given is not None or self._executable is None:
             return
-        with private.disable_torch_functions():
+        with private.no_torch_functions():
             operands = self._executable.operand_storages()
             gradients = self._executable.gradients()
             add_gradients(self._module, gradients)

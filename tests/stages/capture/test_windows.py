@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.capture.rewrites.windows import as_windows
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulated_training import SimulatedTraining, Step, train_eagerly
 
 _X = torch.arange(2 * 12 * 3.0).reshape(2, 12, 3)

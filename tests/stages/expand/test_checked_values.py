@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulate import assert_equals_one_device
 from tests.helpers.tiny_capture import capture_module
 

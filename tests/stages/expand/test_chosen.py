@@ -15,11 +15,12 @@ from lightning_spmd.ir.placement import Chosen, Shard
 from lightning_spmd.ir.reads import HandedCounts, HandOver
 from lightning_spmd.ir.sizes import Counts
 from lightning_spmd.ir.steps import CapturedStep, ShardedStep
-from lightning_spmd.ir.verify import activation_collectives, collectives, verify_sharded
+from lightning_spmd.ir.verify import collectives, verify_sharded
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages.expand import expand
 from lightning_spmd.stages.passes import PassState
 from lightning_spmd.stages.passes.gather_embedding_rows import gather_embedding_rows
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulate import axes_for, run_global, run_ranks
 from tests.helpers.tiny_capture import capture_function
 

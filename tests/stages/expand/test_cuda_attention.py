@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.ir.node_info import spec_of
-from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulate import expand_all
 from tests.helpers.tiny_capture import capture_function
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_spmd.ir.steps import CapturedStep
-from lightning_spmd.ir.verify import activation_collectives, collectives
+from lightning_spmd.ir.verify import collectives
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
+from tests.helpers.activations import activation_collectives
 from tests.helpers.models import GPT, ConvNet, SequenceFirst
 from tests.helpers.simulate import assert_equals_one_device, axes_for, expand_all
 from tests.helpers.tiny_capture import capture_module

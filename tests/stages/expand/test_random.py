@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulate import expand_all
 from tests.helpers.tiny_capture import capture_function
 

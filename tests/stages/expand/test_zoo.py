@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.runtime.agreement.same_graphs import describe
 from tests.helpers import zoo
+from tests.helpers.activations import activation_collectives
 from tests.helpers.simulate import assert_equals_one_device
 from tests.helpers.tiny_capture import capture_module
 

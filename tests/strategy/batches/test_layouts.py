@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.passes import GraphPass, PassState
+from tests.helpers.activations import activation_collectives
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_compiled, assert_equals_one_device
 from tests.strategy.small import ROWS, Net, assert_as_eager, rows, run

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.ir.operators.packed_rnn import PACKED_NOISE, PACKED_RNN, PACKED_RNN_BACKWARD
-from lightning_spmd.ir.verify import activation_collectives
 from lightning_spmd.stages.capture.follow.packed import LaterPacked
+from tests.helpers.activations import activation_collectives
 from tests.helpers.ranks import RankPool
 from tests.helpers.simulated_training import SimulatedTraining, Step, largest_difference, train_eagerly
 from tests.helpers.training import InOrder, assert_compiled, assert_equals_one_device

@@ -14,9 +14,8 @@ from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_spmd import SPMDStrategy
 from lightning_spmd.errors import ConfigurationError
-from lightning_spmd.strategy.ranks import waiting_at_start as awaited
-from lightning_spmd.strategy.ranks.rendezvous import meet_first, not_come
-from lightning_spmd.strategy.ranks.waiting_at_start import saying_whom
+from lightning_spmd.strategy.ranks import rendezvous as awaited
+from lightning_spmd.strategy.ranks.rendezvous import meet_first, not_come, saying_whom
 from tests.helpers.ranks import free_port
 
 HERE, SOON = "127.0.0.1", timedelta(seconds=1)

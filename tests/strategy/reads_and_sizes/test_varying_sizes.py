@@ -24,7 +24,7 @@ from lightning_spmd._private_api import GraphModule
 from lightning_spmd.ir.signature import Signature
 from lightning_spmd.ir.sizes import Formula, Sizes
 from lightning_spmd.ir.steps import ShardedStep
-from lightning_spmd.ir.unify import Apart, unified
+from lightning_spmd.ir.unify import Apart, Fits, joined
 from lightning_spmd.stages.runtime.executor import Executable
 from lightning_spmd.strategy.graphs import graph_table
 from lightning_spmd.strategy.graphs.graph_table import GraphTable
@@ -340,8 +340,8 @@ def test_a_formula_that_two_sizes_explain_is_none() -> None:
 
     steps = [graph(8, 4), graph(12, 6)]
     with pytest.raises(Apart, match="more than one formula of the sizes gives"):
-        unified(steps, sizes, [(8,), (12,)], formulas, [(9,)])
-    found = unified(steps, sizes, [(8,), (12,)], formulas[:1], [(9,)])
+        joined(steps, Fits(sizes, [(8,), (12,)], formulas, [(9,)]))
+    found = joined(steps, Fits(sizes, [(8,), (12,)], formulas[:1], [(9,)]))
     assert any("s0 // 2" in str(n.args[0].formula) for n in found.graph_module.graph.nodes if n.op == "call_function")
     with pytest.raises(Apart, match="no formula of the sizes gives"):
-        unified([graph(8, 4), graph(12, 7)], sizes, [(8,), (12,)], formulas, [(9,)])
+        joined([graph(8, 4), graph(12, 7)], Fits(sizes, [(8,), (12,)], formulas, [(9,)]))

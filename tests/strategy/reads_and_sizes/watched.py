@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_spmd.ir.verify import activation_collectives
+from tests.helpers.activations import activation_collectives
 from tests.strategy.small import Quiet
 
 TOLD: list[Any] = []

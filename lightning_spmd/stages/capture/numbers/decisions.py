@@ -37,13 +37,12 @@ class DecisionProgram:
     inputs: tuple[fx.Node, ...]
     names: tuple[str, ...]
     expected: tuple[Number, ...]
-    exact: tuple[int, ...]
 
     def guard(self, placeholders: Sequence[fx.Node]) -> PredicateGuard:
         """The guard, with inputs as positions among ``placeholders``."""
         positions = tuple(placeholders.index(n) for n in self.inputs)
         compiled = functools.cache(functools.partial(function_of, self.module))  # many captured steps never ask
-        return PredicateGuard(self.names, positions, lambda *now: compiled()(*now), self.expected, self.exact)
+        return PredicateGuard(self.names, positions, lambda *now: compiled()(*now), self.expected)
 
 
 def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> DecisionProgram | None:
@@ -72,8 +71,7 @@ def decision_program(graph: fx.Graph, decisions: Sequence[Decision]) -> Decision
         answers.setdefault(copies[node], (where, value))
     out.output(tuple(answers))
     names, expected = zip(*answers.values(), strict=True)
-    exact = tuple(i for i, node in enumerate(inputs) if copies[node] in answers)
-    return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected, exact)
+    return DecisionProgram(private.GraphModule(nn.Module(), out), tuple(inputs), names, expected)
 
 
 def needed_for(graph: fx.Graph, targets: Sequence[fx.Node]) -> set[fx.Node]:

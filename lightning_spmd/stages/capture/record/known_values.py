@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd._private_api import pytree
+from lightning_spmd.ir.aliasing import written_values
 
 
 class KnownValues:
@@ -46,7 +47,7 @@ class KnownValues:
         is_made_here = not tensors and isinstance(out, Tensor) and out.numel() == 1 and out.device.type == "cpu"
         known = all(id(t) in self._values for t in tensors) and not private.is_random(func)
         if not known or not (tensors or is_made_here):
-            for t in private.mutated_arguments(func, args, kwargs):
+            for t in written_values(func, args, kwargs):
                 self._values.pop(id(t), None)
             return
         real_args, real_kwargs = pytree.tree_map_only(Tensor, lambda t: self._values[id(t)], (args, kwargs))

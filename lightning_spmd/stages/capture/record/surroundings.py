@@ -36,7 +36,7 @@ def settings_guard() -> ValueGuard:
     def settings() -> list[Any]:
         # a default device is a mode of torch functions, so without one nobody has set it
         modes = len(private.function_modes())
-        return [modes, torch.get_default_device() if modes else None, *[read(*of) for read, of in readers]]
+        return [modes, torch.get_default_device() if modes else None, *[read() for read in readers]]
 
     return ValueGuard("torch's settings (default device, determinism, float32 precision, ...)", settings, settings())
 

@@ -11,7 +11,6 @@ from torch import fx
 from lightning_spmd.cost.collectives import LATENCY
 from lightning_spmd.errors import ExpansionError
 from lightning_spmd.ir.aliasing import written_arguments
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import Section, TensorSpec, info_of, named, spec_of
 from lightning_spmd.ir.placement import CHUNK, REPLICATE, Chunk, Partial, Placement, Replicate, Shard, ShardAxis
 from lightning_spmd.ir.signature import InputRole, OutputRole, Signature
@@ -83,7 +82,7 @@ class Placing:
         entries = list(zip(placeholders, signature.inputs, strict=True))
         self.parameters = {n: e for n, e in entries if e.role is InputRole.PARAMETER}
         self.kept = {n for n, e in entries if e.role not in (InputRole.BATCH, InputRole.SHARED_BATCH)}
-        values: Sequence[Any] = last(graph.nodes, "output").args[0]  # type: ignore[assignment]
+        values: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
         leaving = zip(values, signature.outputs, strict=True)
         self.shown = {n: e for n, e in leaving if e.role is OutputRole.SHOWN_GRADIENT}
         self.early_casts = {cast for n in self.parameters for cast in casts_to_less(n)}

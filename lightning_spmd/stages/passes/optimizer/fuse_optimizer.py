@@ -40,7 +40,6 @@ from torch import fx
 from lightning_spmd.errors import VerificationError
 from lightning_spmd.ir.aliasing import storage_regions
 from lightning_spmd.ir.dependence import Dependences
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.node_info import NodeInfo, TensorSpec, info_of, spec_of, value_of
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.verify import forget_writes, is_wait, starts_collective
@@ -232,7 +231,7 @@ class _Writer:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.end: fx.Node = last(graph.nodes, "output")
+        self.end: fx.Node = graph.output_node()
         self.written_twice: list[fx.Node] = []
         self._columns: dict[fx.Node, tuple[fx.Node, int]] = {}
         self._lengths: dict[fx.Node, int] = {}

@@ -25,7 +25,6 @@ from torch import fx
 from lightning_spmd._private_api import OpOverload, pytree
 from lightning_spmd.ir.aliasing import storage_roots, written_arguments
 from lightning_spmd.ir.effects import outputs_of
-from lightning_spmd.ir.first import last
 from lightning_spmd.ir.geometry import is_view
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.signature import MOVES, InputRole
@@ -161,7 +160,7 @@ def cut(step: ShardedStep, on_device: OnDevice, refused: Iterable[fx.Node] = ())
     pieces = [Piece(list(run), recorded) for recorded, run in groupby(calls, lambda n: n not in left_out)]
     inside = {n for piece in pieces if piece.recorded for n in piece.nodes}
     constants = {n: _attribute(step, n) for n in graph.nodes if n.op == "get_attr"}
-    output: Any = last(graph.nodes, "output").args[0]
+    output: Any = graph.output_node().args[0]
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     plan = Plan(pieces, placeholders, constants, tuple(output), roots, live, inside, _handed_on(step), left_out)
     _fill_in(plan, live | set(constants) | {n for n in inside if roots[n] is n})

@@ -16,16 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library
 
+from lightning_spmd.ir.operators.library import define_operator
 from lightning_spmd.stages.runtime.regions.gelu import with_fast_gelu
 
 _aten = torch.ops.aten
-_LIBRARY: Any = Library("lightning_spmd", "FRAGMENT")
-_LIBRARY.define(
-    "layer_norm_sums(Tensor g, Tensor x, int[] shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias) "
-    "-> (Tensor, Tensor)"
-)
 
 
 def _sums(
@@ -48,8 +43,11 @@ def _shapes(g: Tensor, _: Tensor, shape: Sequence[int], *__: Any) -> tuple[Tenso
 _MEAN = 1
 """How operators call the mean over rows."""
 
-_LIBRARY.impl("layer_norm_sums", _sums, "CPU")
-_LIBRARY.impl("layer_norm_sums", _shapes, "Meta")
+_LAYER_NORM_SUMS = define_operator(
+    "layer_norm_sums(Tensor g, Tensor x, int[] shape, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias) "
+    "-> (Tensor, Tensor)",
+    {"CPU": _sums, "Meta": _shapes},
+)
 
 
 def with_own_kernels(table: dict[Any, Any]) -> dict[Any, Any]:
@@ -63,7 +61,7 @@ def with_own_kernels(table: dict[Any, Any]) -> dict[Any, Any]:
         if x.device.type != "cpu" or not (mask[1] and mask[2] and alike):
             return whole(g, x, shape, mean, rstd, weight, bias, mask)
         of_input = whole(g, x, shape, mean, rstd, weight, bias, [mask[0], False, False])[0] if mask[0] else None
-        return (of_input, *torch.ops.lightning_spmd.layer_norm_sums.default(g, x, shape, mean, rstd, weight, bias))
+        return (of_input, *_LAYER_NORM_SUMS(g, x, shape, mean, rstd, weight, bias))
 
     scattered = table.get(_aten.nll_loss_backward.default)
 
