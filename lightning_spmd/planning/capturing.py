@@ -248,6 +248,7 @@ class _Step:
     clip: Callable[[Optimizer], None]
     followed: FollowedOnce | None = None
 
+    @without_onednn()  # an LSTM is torch's own, whose products are counted: oneDNN's, and cuDNN's, are one operator
     def captured(self, variant: Variant) -> CapturedStep:
         """The graph of a part, as it is in every iteration but the first."""
         request = self._request(variant)
@@ -287,14 +288,8 @@ class _Step:
             arguments=dict(self.arguments) if forward else {},
             rows=batch.rows() * self.batches if several and batch is not None else None,
             step_context=lambda: context.step_context(variant.method),
-            tracing_context=self._tracing,
+            tracing_context=lambda: context.settings.ranks.tracing((1,) * self.batches),
         )
-
-    @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
-        """An LSTM is torch's own, whose products are counted: oneDNN's, and cuDNN's, are one operator."""
-        with self.context.settings.ranks.tracing((1,) * self.batches), without_onednn():
-            yield
 
     def _accumulators(self) -> frozenset[str]:
         """Names of the parameters that earlier micro-batches left gradients of: all that are trained."""

@@ -25,8 +25,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "recorded calls are made under the default dtype around the step",
         CAPTURE,
         f"{FOLLOW}/values.py",
-        "with torch.set_grad_enabled(around.grad), default_dtype(around.dtype):",
-        "with torch.set_grad_enabled(around.grad):",
+        "        stack.enter_context(default_dtype(around.dtype))\n",
+        "",
         (FOLLOWED,),
     ),
     Mutant(
