@@ -108,7 +108,7 @@ _UNKNOWN = NodeInfo(Section.FORWARD)
 
 def info_of(node: fx.Node) -> NodeInfo:
     """The node's facts, or empty ones for nodes that have none (inputs, output)."""
-    return node.meta.get("info", _UNKNOWN)
+    return node.meta.get("info") or _UNKNOWN
 
 
 def named(node: fx.Node) -> str:
