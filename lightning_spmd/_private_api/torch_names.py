@@ -297,11 +297,12 @@ def _switches_of_kernels() -> list[tuple[Callable[[], bool], Callable[[bool], No
     names = ["mkldnn_enabled", "mkldnn_deterministic"]
     if torch.backends.cuda.is_built():
         names += ["cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic"]
-    found: list[Any] = [(getattr(c, f"_get_{name}"), getattr(c, f"_set_{name}")) for name in names]
-    deterministic: Any = lambda on: c._set_deterministic_algorithms(  # noqa: E731 - as its neighbours
-        on, warn_only=c._get_deterministic_algorithms_warn_only()
-    )
-    return [*found, (c._get_deterministic_algorithms, deterministic)]
+
+    def set_deterministic(on: bool) -> None:
+        c._set_deterministic_algorithms(on, warn_only=c._get_deterministic_algorithms_warn_only())
+
+    found = [(getattr(c, f"_get_{name}"), getattr(c, f"_set_{name}")) for name in names]
+    return [*found, (c._get_deterministic_algorithms, set_deterministic)]
 
 
 KERNEL_SWITCHES = _switches_of_kernels()
