@@ -150,6 +150,7 @@ from lightning_spmd._private_api.symbolic_sizes import (
     symbols_as_numbers,
 )
 from lightning_spmd._private_api.torch_names import (
+    ATTENTION_SWITCHES,
     KERNEL_SWITCHES,
     NAMES_OF_DTENSORS,
     BelowDispatchModes,

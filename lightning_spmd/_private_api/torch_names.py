@@ -305,6 +305,19 @@ def _switches_of_kernels() -> list[tuple[Callable[[], bool], Callable[[bool], No
     return [*found, (c._get_deterministic_algorithms, set_deterministic)]
 
 
+def _switches_of_attention() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    c: Any = torch._C
+    names = ["flash", "mem_efficient", "math", *(["cudnn", "overrideable"] if torch.backends.cuda.is_built() else [])]
+    found: list[Any] = [(getattr(c, f"_get_{name}_sdp_enabled"), getattr(c, f"_set_sdp_use_{name}")) for name in names]
+    if torch.backends.cuda.is_built():
+        found.append((lambda: tuple(c._get_sdp_priority_order()), lambda order: c._set_sdp_priority_order(list(order))))
+    return found
+
+
+ATTENTION_SWITCHES = _switches_of_attention()
+"""Readers and setters of what chooses the operator that attention becomes (``torch.nn.attention.sdpa_kernel``). A call is
+recorded under its own, and its graph has that operator."""
+
 KERNEL_SWITCHES = _switches_of_kernels()
 """Readers and setters of what kernels look at when they run (``torch.backends.mkldnn.flags``). Autocast decides what is
 called; these are in no recorded call, so a graph would run under whatever holds at its own time."""

@@ -49,7 +49,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a call that a path knows may see other kernels",
         CAPTURE,
         f"{FOLLOW}/matching.py",
-        '            yield f"kernels{i}() is {value}"\n',
+        '            yield f"switch{i}() == {value}"\n',
         '            yield "True"\n',
         ("tests/strategy/following/test_kernel_switches.py",),
     ),

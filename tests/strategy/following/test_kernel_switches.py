@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from torch import Tensor, nn
 from torch.backends import mkldnn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.strategy.small import Quiet, assert_as_eager, run
 
@@ -84,3 +86,25 @@ def test_the_line_is_named() -> None:
 def test_what_holds_in_all_of_a_step_is_no_reason() -> None:
     mkldnn.set_flags(False)
     assert_as_eager(Convolves)
+
+
+class Attends(Quiet):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        h = self.first(x).tanh()[None, None]
+        with sdpa_kernel(self.backend(batch_idx)):
+            h = F.scaled_dot_product_attention(h, h, h)
+        return F.cross_entropy(self.last(h[0, 0]), y)
+
+    def backend(self, batch_idx: int) -> SDPBackend:
+        return SDPBackend.MATH
+
+
+class AttendsInTurn(Attends):
+    def backend(self, batch_idx: int) -> SDPBackend:
+        return SDPBackend.MATH if batch_idx % 3 else SDPBackend.FLASH_ATTENTION
+
+
+@pytest.mark.parametrize("make", [Attends, AttendsInTurn])
+def test_attention_is_the_operator_that_the_step_has_chosen(make: type[Attends]) -> None:
+    assert_as_eager(make)

@@ -214,9 +214,10 @@ class _Compiler:
         yield f"grad() is {around.grad}"
         yield "not casts()" if around.autocast is None else f"autocast() == {self.bind(around.autocast)}"
         yield f"dtype() is {self.bind(around.dtype)}"
-        for i, (value, (read, _)) in enumerate(zip(around.kernels, private.KERNEL_SWITCHES, strict=False)):
-            self.names[f"kernels{i}"] = read
-            yield f"kernels{i}() is {value}"
+        switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
+        for i, (value, (read, _)) in enumerate(zip((*around.attention, *around.kernels), switches, strict=False)):
+            self.names[f"switch{i}"] = read
+            yield f"switch{i}() == {value}"
 
     def results(self, value: Any) -> str:
         """What a call gives."""

@@ -129,12 +129,14 @@ class Around(NamedTuple):
         grad: whether autograd records.
         autocast: device types for which autocast is on, with its dtype; None where it is off.
         dtype: of what is made without one.
+        attention: what chooses the operator that attention becomes.
         kernels: what kernels look at when they run.
     """
 
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...] | None
     dtype: torch.dtype
+    attention: tuple[Any, ...] = ()
     kernels: tuple[bool, ...] = ()
 
 
@@ -313,7 +315,10 @@ def _in_words(leaf: Any) -> Any:
 
 def around_now() -> Around:
     """Torch's switches."""
-    return Around(torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype(), kernels_now())
+    attention = tuple([read() for read, _ in private.ATTENTION_SWITCHES])
+    return Around(
+        torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype(), attention, kernels_now()
+    )
 
 
 def kernels_now() -> tuple[bool, ...]:

@@ -139,8 +139,9 @@ def surroundings(around: Around) -> Iterator[None]:
         stack.enter_context(default_dtype(around.dtype))
         for kind, dtype in around.autocast or ():
             stack.enter_context(torch.autocast(kind, dtype=dtype))
-        for value, (read, put) in zip(around.kernels, private.KERNEL_SWITCHES, strict=False):
-            if (before := read()) is not value:
+        switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
+        for value, (read, put) in zip((*around.attention, *around.kernels), switches, strict=False):
+            if (before := read()) != value:
                 put(value)
                 stack.callback(put, before)
         yield
