@@ -315,8 +315,8 @@ def _switches_of_attention() -> list[tuple[Callable[[], Any], Callable[[Any], No
 
 
 ATTENTION_SWITCHES = _switches_of_attention()
-"""Readers and setters of what chooses the operator that attention becomes (``torch.nn.attention.sdpa_kernel``). A call is
-recorded under its own, and its graph has that operator."""
+"""Readers and setters of what chooses the operator that attention becomes (``torch.nn.attention.sdpa_kernel``): a call
+is recorded under its own, and its graph has that operator."""
 
 KERNEL_SWITCHES = _switches_of_kernels()
 """Readers and setters of what kernels look at when they run (``torch.backends.mkldnn.flags``). Autocast decides what is
