@@ -25,6 +25,7 @@ from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.parallel.state import is_sharded
+from lightning_spmd.stages.capture.follow.notes import kernels_now
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 from lightning_spmd.stages.capture.user_code import user_location
@@ -102,6 +103,8 @@ class Training:
         self._groups: list[tuple[int, int]] = []  # of parameters: which lists, and how long
         self._ran_eagerly = False  # the micro-batch before, though others are graphs
         self._held: dict[str, Tensor] = {}
+        self._switches: tuple[torch.dtype, tuple[bool, ...]] | None = None
+        """Those under which the graph of the last step ran, its backward pass too."""
         self._overlapping = Overlapping(settings, lambda: self.iteration and self.iteration.pending, self.flush)
         self._are_shares = False  # these are of a rank's own batch
         self._pauses: Pauses | None = None  # where graphs pause for hooks on gradients
@@ -292,6 +295,7 @@ class Training:
         if self._pauses is not None and iteration.paused is not None:
             self._pauses.begin(iteration.paused)
         self._ran_forward, self.ran = not iteration.update_waits, iteration.ran
+        self._switches = torch.get_default_dtype(), kernels_now()
         self._steps.add("training_step")
         if self.mode is Mode.SPLIT:
             self._held = dict(iteration.gradients)
@@ -510,6 +514,11 @@ class Training:
             return True
         if self.iteration is None or self._ran_eagerly or not module.automatic_optimization:
             return False
+        if self._switches != (torch.get_default_dtype(), kernels_now()):
+            self.iteration.no_more_graphs(
+                "a hook between training_step and the backward pass sets the default dtype or what kernels look at; "
+                "in this step the backward pass ran without that"
+            )
         if self._pauses is not None:
             self._pauses.backward()
         add_gradients(module, self._held)

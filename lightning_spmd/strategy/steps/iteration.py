@@ -451,6 +451,14 @@ class TrainingIteration:
             with lost_ranks_named(lambda: self.context.control), unfinished:
                 pending.owner.clean_up(pending)
 
+    def no_more_graphs(self, reason: str) -> None:
+        """From the next step on training goes on eagerly.
+
+        Args:
+            reason: for the user.
+        """
+        self._following.ended = reason
+
     def end(self) -> None:
         """The run is over: the last step's tensors go."""
         self._following.let_go()

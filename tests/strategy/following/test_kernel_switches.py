@@ -108,3 +108,17 @@ class AttendsInTurn(Attends):
 @pytest.mark.parametrize("make", [Attends, AttendsInTurn])
 def test_attention_is_the_operator_that_the_step_has_chosen(make: type[Attends]) -> None:
     assert_as_eager(make)
+
+
+class BeforeBackward(Convolves):
+    def on_before_backward(self, loss: Tensor) -> None:
+        mkldnn.set_flags(self.steps < 3)
+
+    def on_after_backward(self) -> None:
+        mkldnn.set_flags(True)
+
+
+def test_a_hook_before_the_backward_pass_is_told_that_it_came_too_late() -> None:
+    result = run(BeforeBackward, "spmd")
+    assert result.mode == "eager"
+    assert any("between training_step and the backward pass" in w for w in result.warnings), result.warnings
