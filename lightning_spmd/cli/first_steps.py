@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 
+from lightning_spmd.cli.recipe_files import with_place
 from lightning_spmd.errors import ConfigurationError, RankLostError, SPMDError, VerificationError, own_line
 from lightning_spmd.strategy.checkpoints.intact import damaged, why_unreadable
 
@@ -53,11 +54,12 @@ _OF_CHECKPOINTS = re.compile(r"Error\(s\) in loading state_dict for (\w+):\s*(.*
 
 
 @contextmanager
-def refusals_in_one_line(command: str) -> Iterator[None]:
+def refusals_in_one_line(command: str, arguments: Sequence[str]) -> Iterator[None]:
     """While open, an error about a value of the recipe ends the command with one line.
 
     Args:
         command: the beginning of the line.
+        arguments: the command line.
 
     Raises:
         SystemExit: with 1, in place of that error.
@@ -68,7 +70,7 @@ def refusals_in_one_line(command: str) -> Iterator[None]:
         said = refused_with(error)
         if said is None:
             raise
-        sys.stderr.write(f"{command}: error: {said}\n")
+        sys.stderr.write(f"{command}: error: {with_place(said, arguments)}\n")
         sys.stderr.flush()
         raise SystemExit(1) from error
 

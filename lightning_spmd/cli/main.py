@@ -61,7 +61,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
     if arguments[:1] == ["compare"]:
-        with refusals_in_one_line("lightning-spmd compare"):
+        with refusals_in_one_line("lightning-spmd compare", arguments):
             compare.main(arguments[1:])
         return
     if arguments[:1] == ["plan"]:
@@ -78,7 +78,7 @@ def _command(arguments: list[str], as_the_process_has_them: bool) -> None:
     with warnings.catch_warnings():
         # Lightning means callers from Python; here the arguments are the process's own, with a name spelt out.
         warnings.filterwarnings("ignore", message=".*parameter is intended to run from within Python.*")
-        with refusals_in_one_line("lightning-spmd " + "".join(arguments[:1])):
+        with refusals_in_one_line("lightning-spmd " + "".join(arguments[:1]), arguments):
             cli(
                 args=None if as_the_process_has_them and given == arguments else given,
                 # A rerun into the same folder replaces the recipe that was saved beside the last run's results.

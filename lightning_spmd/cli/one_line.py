@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -17,6 +17,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning.pytorch.loggers import Logger
 
 from lightning_spmd.cli.broken_modules import broken_module
+from lightning_spmd.cli.recipe_files import with_place
 from lightning_spmd.cli.recipe_names import recipe_named
 
 _KEY = re.compile(r'Parser key "([^"]+)"')
@@ -50,12 +51,16 @@ _LONGEST = 400
 class OneLineParser(LightningArgumentParser):
     """Reports a mistake in one line."""
 
+    arguments: ClassVar[Sequence[str]] = ()
+    """The command line of this process."""
+
     def error(self, message: str, ex: Exception | None = None) -> Any:
         """Report a mistake; does not return."""
         if not self.exit_on_error:  # the parser of a class within the command's, which says more
             return super().error(message, ex)
         options = [option for action in self._actions for option in action.option_strings]
-        return self.exit(2, f"{self.prog.partition(' [options]')[0]}: error: {one_line(message, options)}\n")
+        said = with_place(one_line(message, options), self.arguments)
+        return self.exit(2, f"{self.prog.partition(' [options]')[0]}: error: {said}\n")
 
 
 def one_line(message: str, options: Iterable[str]) -> str:

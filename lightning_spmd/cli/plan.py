@@ -24,7 +24,6 @@ from rich.console import Console
 from lightning_spmd.cli.compare import Recipe
 from lightning_spmd.cli.first_steps import place_of
 from lightning_spmd.cli.measured import Measured, calibrated, check_here, measured, measured_facts, print_measured
-from lightning_spmd.cli.one_line import OneLineParser
 from lightning_spmd.cli.recipe_cli import named_options, with_class_for_name
 from lightning_spmd.cost.hardware import DEVICES, LINKS, Machines
 from lightning_spmd.errors import ConfigurationError, SPMDError
@@ -217,7 +216,6 @@ def _read(args: Sequence[str]) -> PlanRecipe:
         args=with_class_for_name(given),
         run=False,
         save_config_callback=None,
-        parser_class=OneLineParser,
         parser_kwargs={
             "prog": "lightning-spmd plan",
             "description": DESCRIPTION,

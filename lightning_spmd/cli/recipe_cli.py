@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
@@ -82,8 +83,10 @@ def _named_by_recipe(arguments: Sequence[str]) -> Any:
 class RecipeCLI(LightningCLI):
     """LightningCLI for recipes that name this package's strategies."""
 
-    def __init__(self, *args: Any, parser_class: type[LightningArgumentParser] = OneLineParser, **kwargs: Any) -> None:
-        super().__init__(*args, parser_class=parser_class, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = kwargs.get("args")
+        OneLineParser.arguments = sys.argv[1:] if given is None else given
+        super().__init__(*args, parser_class=OneLineParser, **kwargs)
 
     @classmethod
     def calling(cls, arguments: Sequence[str]) -> type[RecipeCLI]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lightning_spmd.cli.encodings import misread
 from lightning_spmd.cli.recipe_names import named_recipes, near_recipes, recipe_named
 
 _OF_A_CLASS = ("class_path", "init_args")
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*(?=: | is missing)")
 _KINDS = {"seq": "a list", "str": "a word", "int": "a number", "float": "a number", "bool": "true or false"}
 _KEYS = "model, data, trainer, seed_everything"
 
@@ -46,6 +48,46 @@ def mistake_in_recipes(arguments: Sequence[str]) -> str | None:
         mistake = _mistake_in(name)
         if mistake is not None:
             return mistake
+    return None
+
+
+def with_place(mistake: str, arguments: Sequence[str]) -> str:
+    """A mistake with file and line of the key that it begins with, if a recipe has that.
+
+    Args:
+        mistake: in one line.
+        arguments: the command line; what it says itself has no line.
+    """
+    found = _KEY.match(mistake)
+    if found is None:
+        return mistake
+    key = _plain(found[0].split("."))
+    flags = [_plain(a[2:].partition("=")[0].rstrip("+").split(".")) for a in arguments if a.startswith("--")]
+    if any(flag[: len(key)] == key[: len(flag)] for flag in flags):
+        return mistake
+    for name in reversed(recipes_of(arguments)):
+        line = _line_of(yaml.compose(Path(name).read_text(), yaml.SafeLoader), key)
+        if line is not None:
+            return f"{name}, line {line}: {mistake}"
+    return mistake
+
+
+def _plain(keys: list[str]) -> list[str]:
+    """A path of keys without what command lines may leave out."""
+    return [key for key in keys if key != "init_args"]
+
+
+def _line_of(node: yaml.Node | None, key: Sequence[str]) -> int | None:
+    """The line of a key below a node, or of the last key on the way to it; None if not even its first one is there."""
+    if isinstance(node, yaml.SequenceNode):
+        lines = [line for entry in node.value if (line := _line_of(entry, key)) is not None]
+        return lines[0] if len(lines) == 1 else None  # of several entries nobody knows which
+    for name, value in node.value if key and isinstance(node, yaml.MappingNode) else ():
+        if name.value == key[0]:
+            below = _line_of(value, key[1:])
+            return name.start_mark.line + 1 if below is None else below
+        if name.value == "init_args" and (below := _line_of(value, key)) is not None:
+            return below
     return None
 
 

@@ -30,21 +30,22 @@ def test_a_file_that_cannot_be_imported(run: Run, tmp_path: Path, how: str, by: 
     flags = ["--model", f"{module}.M"] if by == "flag" else []
     status, _, error = run("fit", "--config", str(recipe), *flags)
     place = f"{tmp_path}/{module}.py:3"
+    line = f"{recipe}, line 2: " if by == "recipe" else ""
     assert (status, error) == (
         2,
-        f"lightning-spmd: error: model.class_path: {module}.M: {module} cannot be imported: {said} at {place}\n",
+        f"lightning-spmd: error: {line}model.class_path: {module}.M: {module} cannot be imported: {said} at {place}\n",
     )
 
 
 def test_a_class_that_fails_when_it_is_made(run: Run, tmp_path: Path) -> None:
     code = "import lightning as L\n\nclass M(L.LightningModule):\n    def __init__(self):\n        super().__init__()\n"
     (tmp_path / "fails_when_made.py").write_text(f"{code}        self.width = undefined_name\n")
-    (tmp_path / "recipe.yaml").write_text("model:\n  class_path: fails_when_made.M\n")
-    status, _, error = run("fit", "--config", str(tmp_path / "recipe.yaml"))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model:\n  class_path: fails_when_made.M\n")
+    status, _, error = run("fit", "--config", str(recipe))
+    said = f"{recipe}, line 1: model: name 'undefined_name' is not defined at {tmp_path}/fails_when_made.py:6"
     assert status == 2
-    assert error.endswith(
-        f"lightning-spmd: error: model: name 'undefined_name' is not defined at {tmp_path}/fails_when_made.py:6\n"
-    )
+    assert error.endswith(f"lightning-spmd: error: {said}\n")
 
 
 def test_files_that_are_not_there_are_told_elsewhere() -> None:

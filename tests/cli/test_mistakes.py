@@ -10,6 +10,7 @@ import yaml
 from lightning_spmd import messages
 from lightning_spmd.cli.one_line import one_line
 from lightning_spmd.cli.recipe_cli import with_class_for_name
+from lightning_spmd.cli.recipe_files import with_place
 
 from .conftest import Run
 from .recipe import RECIPE, tiny
@@ -47,15 +48,21 @@ def test_a_mistake_is_answered_with_what_to_write(run: Run, arguments: list[str]
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"max_epochs": "max_epoch"}, "trainer.max_epoch: there is no such key. Did you mean trainer.max_epochs?"),
-        ({"seed_everything": "seed_evrything"}, "seed_evrything: there is no such key. Did you mean seed_everything?"),
+        (
+            {"max_epochs": "max_epoch"},
+            "line 32: trainer.max_epoch: there is no such key. Did you mean trainer.max_epochs?",
+        ),
+        (
+            {"seed_everything": "seed_evrything"},
+            "line 6: seed_evrything: there is no such key. Did you mean seed_everything?",
+        ),
         (
             {"batch_size:": "bath_size:"},
-            "data.init_args.bath_size: lightning_spmd.examples.TextBytes has no",
+            "line 24: data.init_args.bath_size: lightning_spmd.examples.TextBytes has no",
         ),
         (
             {"GPTBytes": "GPTByte"},
-            "model.class_path: lightning_spmd.examples has no 'GPTByte'. Did you mean",
+            "line 9: model.class_path: lightning_spmd.examples has no 'GPTByte'. Did you mean",
         ),
         ({"lightning_spmd.ex": "lightning_spdm.ex"}, "there is no module lightning_spdm. It is looked for"),
         (
@@ -76,6 +83,42 @@ def test_a_wrong_key_of_a_recipe_is_answered_in_one_line(
     status, _, error = run("fit", "--config", str(tmp_path / "recipe.yaml"))
     assert (status, len(error.splitlines())) == (2, 1), error
     assert words in error
+
+
+RECIPE_OF_CALLBACKS = """\
+trainer:
+  max_epochs: 1
+  callbacks:
+  - class_path: lightning.pytorch.callbacks.EarlyStopping
+    init_args:
+      monitor: loss
+      patience: 3
+  - class_path: lightning.pytorch.callbacks.Timer
+    init_args: {duration: 1}
+"""
+
+
+@pytest.mark.parametrize(
+    ("mistake", "arguments", "place"),
+    [
+        ("trainer.max_epochs: no", [], "line 2: "),
+        ("trainer.max_epochs: no", ["--trainer.max_epochs", "many"], ""),
+        ("trainer.max_epochs: no", ["--trainer.max_epoch", "many"], "line 2: "),
+        ("trainer.callbacks: no", [], "line 3: "),
+        ("trainer.callbacks: no", ["--trainer.callbacks+=Timer"], ""),
+        ("trainer.callbacks.init_args.patience: no", [], "line 7: "),
+        ("trainer.callbacks.init_args.duration: no", [], "line 9: "),
+        ("trainer.callbacks.class_path: no", [], "line 3: "),  # of which one?
+        ("trainer.devices is missing", [], "line 1: "),
+        ("model.init_args.width is missing: a.B needs it", [], ""),
+        ("the disk is full: trainer.max_epochs", [], ""),
+    ],
+)
+def test_the_line_of_a_mistake(tmp_path: Path, mistake: str, arguments: list[str], place: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE_OF_CALLBACKS)
+    said = with_place(mistake, ["fit", "--config", str(recipe), *arguments])
+    assert said == (f"{recipe}, {place}{mistake}" if place else mistake)
 
 
 @pytest.mark.parametrize(
