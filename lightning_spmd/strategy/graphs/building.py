@@ -22,6 +22,7 @@ from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import GraphMaker, finish, lowering
+from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, parameter_names
@@ -44,7 +45,7 @@ from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, gener
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.ranks.backends import check_collectives
-from lightning_spmd.strategy.state.memory import check_writes, lay_out_state
+from lightning_spmd.strategy.state.memory import attribute_of, check_writes, lay_out_state
 from lightning_spmd.strategy.state.replaced_tensors import check_used
 from lightning_spmd.strategy.state.wide_state import widen_state
 from lightning_spmd.strategy.steps.beginnings import Beginning
@@ -300,10 +301,15 @@ class GraphBuilder:
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
             check_used(graphs.main.signature.inputs, values, context.module)
-            check_writes(graphs.main.signature.inputs, values, context.module)
+            check_writes(graphs.main.signature.inputs, values, functools.partial(self._named, program))
             if request.batch is not None and len(split) > 1:
                 self._notices.of_lists(request.batch, captured)
         return executable
+
+    def _named(self, program: Program | None, tensor: Tensor) -> str | None:
+        """What a tensor from outside is for the user."""
+        line = None if program is None else program.line_of(tensor)
+        return attribute_of(self._context.module, tensor) or (line and f"the tensor that {line} reads or writes")
 
     def _prepare(self, optimizer: Optimizer) -> None:
         """Bring an optimizer's state into the form that graphs expect."""

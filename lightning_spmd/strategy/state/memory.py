@@ -5,7 +5,7 @@ Eager training is silent about this: a fused optimizer walks over gaps, or past 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import ConfigurationError
+from lightning_spmd.errors import ConfigurationError, ExpansionError
 from lightning_spmd.ir.layout import densely, has_layout, in_layout, is_dense
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.shared_memory import Named, places_of, reach, shared
@@ -101,22 +101,24 @@ def check_shared_memory(module: nn.Module) -> None:
             )
 
 
-def check_writes(entries: Sequence[GraphInput], values: Sequence[object], module: nn.Module) -> None:
+def check_writes(
+    entries: Sequence[GraphInput], values: Sequence[object], name_of: Callable[[Tensor], str | None]
+) -> None:
     """Check that inputs which a graph of several ranks writes share no memory with others, as passes assume.
 
     Args:
         entries: the graph's inputs.
         values: their live values.
-        module: has some of them as attributes.
+        name_of: of those that are neither parameters nor buffers, for the user.
 
     Raises:
-        ConfigurationError: naming both.
+        ExpansionError: naming both.
     """
     for pair in _shared_and_written(entries, values):
-        both = (attribute_of(module, t) or n for n, t in pair)
-        raise ConfigurationError(
-            f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: on "
-            "several devices that cannot be kept in order. Use one tensor object in both places, or .clone() one"
+        both = (name_of(t) or n for n, t in pair)
+        raise ExpansionError(
+            f"{' and '.join(both)} share memory but are two tensors, and a training step writes into it: the graph of "
+            "one of several devices cannot keep that in order. Use one tensor object in both places, or .clone() one"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,7 @@ class Watched(OddLayouts):
 
     def __init__(self) -> None:
         super().__init__("adam")
+        self.norm = nn.Identity()  # eager training on several ranks has other statistics than one device
         self.watched = self.turned.data[:2]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,10 +245,29 @@ def test_trained_parameters_that_share_memory_run_on_one_device_and_are_refused_
         two_ranks.run(_train, "", "spmd", 2, Shared)
 
 
-def test_a_view_of_a_trained_parameter_is_refused_on_several_ranks(two_ranks: RankPool) -> None:
-    assert_bitwise(_train("", "spmd", 1, Watched), _train("", "auto", 1, Watched))
-    with pytest.raises(RankError, match="turned and watched share memory"):
-        two_ranks.run(_train, "", "spmd", 2, Watched)
+class Listed(Watched):
+    """The same where no attribute of the module has that piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces = [self.watched]
+        del self.watched
+
+    def forward(self, x: Tensor) -> Tensor:
+        return OddLayouts.forward(self, x) + self.pieces[0].sum()
+
+
+@pytest.mark.parametrize(("module", "named"), [(Watched, "watched"), (Listed, r"the tensor that \S+\.py:\d+ reads")])
+def test_a_view_of_a_trained_parameter_trains_eagerly_on_several_ranks(
+    two_ranks: RankPool, module: Any, named: str
+) -> None:
+    reference = _train("", "auto", 1, module)
+    assert_bitwise(_train("", "spmd", 1, module), reference)
+    results = two_ranks.run(_train, "", "spmd", 2, module)
+    assert any(re.search(f"eagerly .* turned and {named}", message) for message in results[0].warnings)
+    for result in results:
+        assert result.mode == "eager"
+        assert deviation(result, reference).weights < 1e-12
 
 
 @pytest.mark.parametrize("plan", ["replicate", "zero3"])

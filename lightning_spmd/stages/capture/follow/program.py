@@ -119,6 +119,12 @@ class Program:
         """Counts with which alone a step takes this path, by their number."""
         return {i: count for note in self.notes for i, count in note.pins.items()}
 
+    def line_of(self, tensor: Tensor) -> str | None:
+        """Where this step met a tensor from outside that is none of the module's; None if it has not."""
+        numbers = {number for number, live in enumerate(self.live.outside) if live is tensor}
+        met = (note.source for note in self.notes for n, kind in note.met.items() if n in numbers and kind.name is None)
+        return next(met, None)
+
     def handed(self) -> frozenset[int]:
         """The ``id`` of each result that Python was handed, and may have."""
         return frozenset(id(placeholder) for note in self.notes for placeholder in note.handed)
