@@ -16,7 +16,11 @@ from torch import Tensor, TypedStorage, UntypedStorage, _utils, nn
 from torch._C import DisableTorchFunction
 from torch._functorch import eager_transforms as _transforms
 from torch._functorch import vmap as _vmap_package
+from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad as _forward_ad
+from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as _checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric, MetricCollection
 
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
@@ -163,6 +167,10 @@ class UnseenCalls:
             (torch._C, "_swap_tensor_impl"),
             (torch.autograd.graph, "_get_grad_fn_or_grad_acc"),
             (Tensor, "_reduce_ex_internal"),
+            (Tensor, "as_subclass"),
+            (Tensor, "_make_subclass"),
+            (_forward_ad, "enter_dual_level"),
+            (TorchDispatchMode, "__enter__"),
             (_utils, "_rebuild_tensor"),
             (_vmap, "_vmap_increment_nesting"),
             (_transforms, "_grad_increment_nesting"),
@@ -310,6 +318,25 @@ def graph_task() -> int:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it belongs to a transform of ``torch.func`` under way, or is no plain tensor."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_another_class(kind: type) -> bool:
+    """Whether calls on objects of a class are made by that class, or give results of it: what graphs do not know.
+
+    Torch's parameters and their subclasses leave both to torch.
+    """
+    if kind in (Tensor, DTensor, FakeTensor) or kind.__module__.startswith("lightning_spmd."):
+        return False
+    own = (getattr(kind, name, None) for name in ("__torch_function__", "__torch_dispatch__"))
+    return any(one not in (None, *_OF_NO_CLASS) for one in own)
+
+
+_OF_NO_CLASS = torch._C._disabled_torch_function_impl, torch._C._disabled_torch_dispatch_impl
+
+
+def are_torch_functions_off() -> bool:
+    """Whether no mode is told of torch's functions, as C++ code and ``DisableTorchFunction`` want."""
+    return torch._C._is_torch_function_all_disabled()
 
 
 def is_of_profiler(func: Any) -> bool:

@@ -130,3 +130,8 @@ def _is_stated_in_torch(file: str) -> bool:
     """Whether a file of torch holds code that a user chose by name; not what every optimizer or layer has in common."""
     chosen = "/torch/optim/" in file or "/torch/nn/modules/" in file
     return chosen and not file.endswith(("/optimizer.py", "/module.py"))
+
+
+def class_in_words(kind: type) -> str:
+    """What is said of a tensor whose class makes torch's calls itself, or wants their results to be of it."""
+    return f"a tensor of class {kind.__qualname__} ({kind.__module__}): graphs have torch's own"

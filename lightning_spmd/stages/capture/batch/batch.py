@@ -28,6 +28,7 @@ from lightning_spmd.stages.capture.batch.rows_of_rank import (
     lists_of_rows,
     rows_of,
 )
+from lightning_spmd.stages.capture.user_code import class_in_words
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of a dictionary's key: another one in every process."""
@@ -80,6 +81,10 @@ class Batch:
         Raises:
             BatchError: if tensors disagree, naming each with its shape; 0-dim tensors are not batched.
         """
+        theirs = next((i for i in self.tensors if private.is_another_class(type(self.values[i]))), None)
+        if theirs is not None:
+            text = f"batch{self.paths[theirs]} is {class_in_words(type(self.values[theirs]))}"
+            raise BatchError(text, is_ragged=True)
         sizes = {self.values[i].shape[0] for i in self.tensors if not self.is_shared(i)}
         if len(sizes) == 1:
             return sizes.pop()

@@ -57,6 +57,7 @@ from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, Recorde
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
+from lightning_spmd.stages.capture.user_code import class_in_words
 
 _READS = {
     Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
@@ -121,7 +122,7 @@ class _Below(private.TorchDispatchMode):
             return func(*mapped(step.eager.current, args), **mapped(step.eager.current, kwargs))
         if func in VIEWED_IN_PLACE:
             return step.becoming.viewed_in_place(func, args, kwargs)
-        if not step.has_transforms:
+        if not step.has_transforms and not private.are_torch_functions_off():
             return step.called(func, args, kwargs)
         out = step.called(func, args, kwargs)
         return out if step.is_eager else step.fresh(out)
@@ -175,8 +176,11 @@ class Step(StepState, TorchFunctionMode):
         packed = PackedSequences(self)
         private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
+        theirs = next((type(t) for t in self.follower.given if private.is_another_class(type(t))), None)
         try:
             with self._below, self:
+                if theirs is not None:
+                    self.eagerly(f"the batch has {class_in_words(theirs)}")
                 yield
                 self.generator.watch()
                 self.memory.look()
@@ -204,7 +208,13 @@ class Step(StepState, TorchFunctionMode):
             return functools.partial(self._reduced, original)
         if name == "__copy__":
             return functools.partial(self._copied_shallow, original)
-        if name in ("load", "_rebuild_tensor", "__new__"):
+        if name == "__enter__":
+            return functools.partial(self._entered, original)
+        if name == "enter_dual_level":
+            if not private.in_transforms():  # else ``torch.func.jvp``, which is followed below it
+                self.eagerly("torch.autograd.forward_ad in the step")
+            return original
+        if name in ("load", "_rebuild_tensor", "__new__", "as_subclass", "_make_subclass"):
             return functools.partial(self._made_beside, name, original)
         if name.startswith("gradients."):  # it looks at gradients to change them alone
             return functools.partial(self._without_a_look, name, original)
@@ -224,7 +234,7 @@ class Step(StepState, TorchFunctionMode):
             return self.reads.read(original, (tensor, *args), {})
 
     def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Loading a file or making a parameter gives the user's own tensor, unless it is made of the step's results."""
+        """What gives the user's own tensor, unless it is made of the step's results: a parameter, one of a file."""
         with private.no_torch_functions():
             if any(id(t) in self.sources for t in tensors_in((args, kwargs))):
                 self.eagerly(
@@ -233,6 +243,11 @@ class Step(StepState, TorchFunctionMode):
                 return original(*args, **kwargs)
             with self.beside():
                 return original(*args, **kwargs)
+
+    def _entered(self, original: Callable[..., Any], mode: Any) -> Any:
+        if mode is not self._below:
+            self.eagerly(f"{type(mode).__qualname__}, a mode that sees operators, in the step")
+        return original(mode)
 
     def _without_a_look(self, name: str, original: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         before = self.reads_gradients
@@ -281,6 +296,8 @@ class Step(StepState, TorchFunctionMode):
             if self.memory.is_apart and not self.is_apart:
                 return self.for_good(func, args, kwargs or {})
             return func(*args, **kwargs) if kwargs else func(*args)
+        if types and any(map(private.is_another_class, types)):
+            return self._of_another_class(func, types, args, kwargs or {})
         if self.looks_closer:
             if self.memory.is_shared:
                 if self.memory.look((args, kwargs or {})):
@@ -308,6 +325,18 @@ class Step(StepState, TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
+
+    def _of_another_class(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A call with objects whose class makes it: of tensors for good, of others by calls that are followed."""
+        theirs = [kind for kind in types if private.is_another_class(kind)]
+        if any(issubclass(kind, Tensor) for kind in theirs):
+            self.eagerly(class_in_words(theirs[0]))
+            return self.for_good(func, args, kwargs)
+        with self:
+            for kind in theirs:
+                if (found := kind.__torch_function__(func, types, args, kwargs)) is not NotImplemented:
+                    return found
+        return func(*args, **kwargs)
 
     def _as_python(self, value: Any) -> Any:
         """Numbers of NumPy as Python's; what stands in for a tensor, or is a part of one, as the tensor."""

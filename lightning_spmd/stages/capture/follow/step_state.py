@@ -22,6 +22,7 @@ from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, 
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import World
+from lightning_spmd.stages.capture.user_code import class_in_words
 
 MOST_NEXT = 32
 """A call behind which more than that many others have come next is one that no graph will know."""
@@ -273,6 +274,8 @@ class StepState:
         """
         if tensor.layout is not torch.strided or private.is_wrapped(tensor) or tensor.is_meta:
             raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
+        if private.is_another_class(type(tensor)):
+            raise CannotBeFollowed(class_in_words(type(tensor)))
         if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
