@@ -314,10 +314,10 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module = self._running_module
+        module, given, history = self._running_module, closure_loss, closure_loss.grad_fn
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._training.give_gradients(module):
+        if not self._training.give_gradients(module, is_of_step=given.grad_fn is history):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
         with self._layout.mixed_placements_allowed(module):

@@ -500,8 +500,13 @@ class Training:
         self._show_gradients(iteration)
 
     # ------------------------------------------------------------------ backward
-    def give_gradients(self, module: Any) -> bool:
-        """Set ``p.grad`` to the gradients of a graph or of a followed step. Returns whether there are any."""
+    def give_gradients(self, module: Any, *, is_of_step: bool = True) -> bool:
+        """Set ``p.grad`` to the gradients of a graph or of a followed step. Returns whether there are any.
+
+        Args:
+            module: that is trained.
+            is_of_step: no hook has gone on with the loss in place since training_step returned it.
+        """
         if self._pauses is not None and (self._ran_eagerly or self._gradients is not None):
             self._pauses.ran_eagerly()
         if self._gradients is not None:
@@ -514,10 +519,11 @@ class Training:
             return True
         if self.iteration is None or self._ran_eagerly or not module.automatic_optimization:
             return False
-        if self._switches != (torch.get_default_dtype(), kernels_now()):
+        if not is_of_step or self._switches != (torch.get_default_dtype(), kernels_now()):
+            does = "sets the default dtype or what kernels look at" if is_of_step else "changes the loss in place"
             self.iteration.no_more_graphs(
-                "a hook between training_step and the backward pass sets the default dtype or what kernels look at; "
-                "in this step the backward pass ran without that"
+                f"a hook between training_step and the backward pass {does}; in this step the backward pass ran "
+                "without that"
             )
         if self._pauses is not None:
             self._pauses.backward()

@@ -570,7 +570,7 @@ class Following:
         """
         context = self._context
         tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
-        step = Step(self._follower, given, vary)
+        step = Step(self._follower, given, vary, batch.tensor_values)
         del given
         self._has_own_batch = meeting is not None and meeting.is_own
         step.draws_as_eager = context.mesh is None

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError
@@ -84,6 +84,10 @@ class Batch:
         theirs = next((i for i in self.tensors if private.is_another_class(type(self.values[i]))), None)
         if theirs is not None:
             text = f"batch{self.paths[theirs]} is {class_in_words(type(self.values[theirs]))}"
+            raise BatchError(text, is_ragged=True)
+        trained = next((i for i in self.tensors if is_trained(self.values[i])), None)
+        if trained is not None:
+            text = f"batch{self.paths[trained]} is a parameter, or computed by a hook that has a gradient"
             raise BatchError(text, is_ragged=True)
         sizes = {self.values[i].shape[0] for i in self.tensors if not self.is_shared(i)}
         if len(sizes) == 1:
@@ -235,6 +239,11 @@ class Batch:
 
         map_leaves(count, self.tree, ends_at=lambda value: id(value) in self._lists)
         return inside
+
+
+def is_trained(tensor: Tensor) -> bool:
+    """Whether a tensor of the batch is a parameter or has a history in autograd: a hook has put it there."""
+    return tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)
 
 
 def _digest(tensor: Tensor) -> str:

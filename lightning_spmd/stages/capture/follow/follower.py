@@ -24,6 +24,8 @@ class Follower:
 
     def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
         self.given: list[Tensor] = []
+        self.shared: tuple[int | None, ...] = ()
+        """For each of them the first one before it with which it has memory in common."""
         self._roots: dict[Any, Note] = {}
         self._trees: dict[Any, OpenTree] = {}
         self.names, self.is_named = names, is_named
@@ -41,7 +43,12 @@ class Follower:
         """Calls that were recorded, of all steps."""
 
     def _key(self) -> tuple[Any, ...]:
-        return tuple([(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.given])
+        return tuple(
+            [
+                (t.shape, t.stride(), t.dtype, t.device, t.requires_grad, shared)
+                for t, shared in zip(self.given, self.shared, strict=True)
+            ]
+        )
 
     def root(self) -> Note:
         """The root of the notes of steps whose batches have tensors like the given ones."""

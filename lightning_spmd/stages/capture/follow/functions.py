@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -133,6 +133,7 @@ class Functions:
         if not made:
             return found
         parts = tuple([tuple(tensors_in(part)) for part in (context.dirty_tensors, context.non_differentiable)])
+        applied.gives = [isinstance(o, Tensor) for o in outputs]
         place = self.placed(applied)
         self._nodes[place] = Node(name, context, applied)
         with private.no_torch_functions():  # ``apply`` comes past the mode, which would see what noting asks of tensors
@@ -317,9 +318,13 @@ class Applied:
         self.after = OrderedDict[int, Callable[..., Any]]()
         self._kind, self._context = kind, context
         self._are_tensors = [isinstance(a, Tensor) for a in args]
+        self.gives: Sequence[bool] = ()
+        """Whether each output is a tensor: also for what is none there is a gradient, which is None."""
 
     def __call__(self, *gradients: Any) -> tuple[Any, ...]:
         """The gradients of the tensors among the function's arguments."""
+        given = iter(gradients)
+        gradients = tuple([next(given, None) if is_tensor else None for is_tensor in self.gives])
         for hook in tuple(self.before.values()):
             found = hook(gradients)
             gradients = gradients if found is None else found

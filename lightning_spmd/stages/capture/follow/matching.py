@@ -101,6 +101,8 @@ def same_constant(one: Any, other: Any) -> bool:
         if one != one:
             return other != other
         return one == other and math.copysign(1.0, one) == math.copysign(1.0, other)
+    if type(one) is complex:
+        return type(other) is complex and same_constant(one.real, other.real) and same_constant(one.imag, other.imag)
     try:
         return bool(one == other)
     except Exception:  # an object that says of equality what is no yes or no
@@ -290,7 +292,9 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
     if note.free or (note.at is not None and note.for_all is None):
         yield f" step.held[{note.depth}] = args, kwargs or {{}}"
     if note.made:
-        free = " and ".join([f"refs(h[{made.index}]) <= {placeholders.OURS}" for made in note.made])
+        free = " and ".join(
+            [f"refs(h[{m.index}]) <= {placeholders.OURS} and not h[{m.index}].__dict__" for m in note.made]
+        )
         yield f" try: free = {free}"
         yield " except IndexError: free = False"
         yield f" if not free: step.hand_out({code.bind(note)})"

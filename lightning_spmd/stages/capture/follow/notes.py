@@ -205,7 +205,7 @@ class Note:
         specs: of the results.
         trained: whether each result asks for gradients.
         versions: how often each had been written to when it was made.
-        written: which of them calls write into.
+        written: which of them calls write into, or train or freeze.
         for_all: what it is for other sizes of the batch; None of a note of one size.
         at: the sizes that it has now; None where sizes do not vary.
         fakes_at: those of ``fakes``.
@@ -327,7 +327,7 @@ def kernels_now() -> tuple[bool, ...]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``function`` to each leaf of arguments or results. Named tuples of torch become plain tuples."""
+    """Apply ``function`` to each leaf of arguments or results. Lists of the user's own class become plain ones."""
     kind = type(value)
     if kind is tuple:
         return tuple([mapped(function, v) for v in value])
@@ -340,6 +340,8 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         parts = [mapped(function, v) for v in value]
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
+    if isinstance(value, list):
+        return [mapped(function, v) for v in value]
     return function(value)
 
 
@@ -360,7 +362,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif kind is dict:
         for part in value.values():
             _collect(part, found)
-    elif isinstance(value, tuple):
+    elif isinstance(value, (tuple, list)):
         for part in value:
             _collect(part, found)
     elif kind is slice:

@@ -23,8 +23,8 @@ def handed_out(note: Note) -> list[Tensor]:
     for index, mould in enumerate(note.moulds):
         if index == len(handed):
             handed.append(mould.detach())
-        elif sys.getrefcount(handed[index]) > OURS:  # somebody kept that of the last step: it is theirs
-            handed[index] = mould.detach()
+        elif sys.getrefcount(handed[index]) > OURS or handed[index].__dict__:
+            handed[index] = mould.detach()  # somebody kept that of the last step, or an attribute on it: it is theirs
     return handed
 
 

@@ -225,7 +225,7 @@ class Recorder:
             recording.below.count,
             func in step.follower.kinds or isinstance(func, EngineCall),
         )
-        versions = list(map(version_of, operands))
+        versions, trained = list(map(version_of, operands)), [t.requires_grad for t in operands]
         told: Told = {}
         recording.below.asked = None
         recording.below.written.clear()
@@ -259,7 +259,8 @@ class Recorder:
         if before != [TensorSpec.of(t) for t in operands]:
             raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
-            t.layout is not torch.strided or not isinstance(t, private.FakeTensor) for t in new_tensors(out, given)
+            t.layout is not torch.strided or t.is_quantized or not isinstance(t, private.FakeTensor)
+            for t in new_tensors(out, given)
         ):
             raise CannotBeFollowed(f"{note.name} makes a tensor of another kind")
         of_engine = isinstance(func, EngineCall)
@@ -277,9 +278,18 @@ class Recorder:
             note.slot, number = asked[0]
             note.counts = range(len(step.counts), len(step.counts) + number)
         recording.values.keep(note.depth, out, given)
+        for tensor, fake, was in zip(tensors_in((args, kwargs)), operands, trained, strict=True):
+            source = step.sources.get(id(tensor))
+            if fake.requires_grad is not was and type(source) is Made:
+                step.notes[source.depth].written.add(source.index)
         changed = [t for t, version in zip(operands, versions, strict=True) if version_of(t) != version]
+        if any(stride == 0 and size > 1 for t in changed for stride, size in zip(t.stride(), t.shape, strict=True)):
+            raise CannotBeFollowed(f"{note.name} writes into a tensor with elements in the same place (expand)")
         written = {private.storage_of(t) for t in (*changed, *recording.below.written)}
         note.writes = frozenset([root[0] for storage in written if (root := recording.root_of(storage)) is not None])
+        shared = {i for pair in enumerate(step.follower.shared) if pair[1] is not None for i in pair}
+        if any(type(root) is Given and root.position in shared for root in note.writes):
+            raise CannotBeFollowed(f"{note.name} writes into one of two tensors of the batch that share memory")
         note.draws = recording.below.draws != draws
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)

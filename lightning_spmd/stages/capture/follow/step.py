@@ -81,6 +81,7 @@ _READ_OPERATORS = {
 }
 _NOWHERE = torch.device("meta")
 _MEMORY_OF: Any = Tensor.data
+_COPIES = "copies of the step's results, by what has the memory"
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
 _OTHER_KERNELS = (
     "a switch that kernels look at (torch.backends.mkldnn.flags, ...) is not in all of the step what it was before"
@@ -105,13 +106,18 @@ class _Below(private.TorchDispatchMode):
             return func(*args, **kwargs)
         if kwargs.get("device") == _NOWHERE or any(t.is_meta for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)  # torch asks how large a result is
-        reads = func in _READ_OPERATORS and step.concerns(args[0])
-        is_steps = reads or any(step.concerns(t) for t in tensors_in((args, kwargs)))
-        before, step.is_below = step.is_below, True
-        try:  # a call that is not the step's so far, as one that makes a tensor, comes to the other mode
-            return self._followed(func, args, kwargs, reads=reads) if is_steps else func(*args, **kwargs)
+        before, step.is_below, calls = step.is_below, True, len(step.notes)
+        try:
+            with private.no_torch_functions():  # what is asked here is not the user's
+                reads = func in _READ_OPERATORS and step.concerns(args[0])
+                is_steps = reads or any(step.concerns(t) for t in tensors_in((args, kwargs)))
+                out = self._followed(func, args, kwargs, reads=reads) if is_steps else None
+            if not is_steps:  # so far: as one that makes a tensor, it comes to the other mode
+                out = func(*args, **kwargs)
         finally:
             step.is_below = before
+        same = step.is_eager or len(step.notes) == calls or func in VIEWED_IN_PLACE  # these give what they were given
+        return out if same else step.fresh(out)
 
     def _followed(self, func: Any, args: Any, kwargs: Any, *, reads: bool) -> Any:
         step = self._step
@@ -122,10 +128,7 @@ class _Below(private.TorchDispatchMode):
             return func(*mapped(step.eager.current, args), **mapped(step.eager.current, kwargs))
         if func in VIEWED_IN_PLACE:
             return step.becoming.viewed_in_place(func, args, kwargs)
-        if not step.has_transforms and not private.are_torch_functions_off():
-            return step.called(func, args, kwargs)
-        out = step.called(func, args, kwargs)
-        return out if step.is_eager else step.fresh(out)
+        return step.called(func, args, kwargs)
 
 
 class Step(StepState, TorchFunctionMode):
@@ -135,6 +138,7 @@ class Step(StepState, TorchFunctionMode):
         follower: the known paths of such steps.
         given: the tensors of the batch.
         vary: the sizes of tensors of the batch that differ from step to step.
+        batch: the user's own, where ``given`` stands in for them.
 
     Attributes:
         recorder: records calls that are new.
@@ -147,8 +151,14 @@ class Step(StepState, TorchFunctionMode):
             are for kept results.
     """
 
-    def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
-        super().__init__(follower, given, vary)
+    def __init__(
+        self,
+        follower: Follower,
+        given: Sequence[Tensor],
+        vary: Sequence[Dimension] = (),
+        batch: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__(follower, given, vary, batch)
         self.functions = Functions(self, follower.begins)
         self.saved = Saved(self, self.functions, follower.saving)
         self.memory = Memory(self, follower.holders)
@@ -518,7 +528,8 @@ class Step(StepState, TorchFunctionMode):
         replaced: dict[int, Tensor] = {}
         for index, mould in enumerate(note.moulds):
             was = note.handed[index]
-            replaced[id(was)] = note.handed[index] = made = mould.detach()
+            with private.no_torch_functions():
+                replaced[id(was)] = note.handed[index] = made = mould.detach()
             self.sources[id(made)] = self.sources.pop(id(was))
         return mapped(lambda leaf: replaced.get(id(leaf), leaf), out)
 
@@ -665,8 +676,22 @@ class Step(StepState, TorchFunctionMode):
             self.on_values()
             with self.beside():
                 return func(*args, **kwargs)
-        memo[id(tensor)] = self.called(torch.clone, (tensor,), {})
+        memo[id(tensor)] = self._copied_with_its_memory(tensor, source, memo.setdefault(_COPIES, {}))
         return memo[id(tensor)]
+
+    def _copied_with_its_memory(self, tensor: Tensor, source: Source, copies: dict[Source, Tensor]) -> Any:
+        """A copy of a result; copies of what has memory in common have theirs in common."""
+        root = self.root_of(source)
+        fake, whole = (self.recorder.fake_of(s) if type(s) is Made else self.tensor_in_hand(s) for s in (source, root))
+        if root == source or fake.dtype != whole.dtype or not whole.is_contiguous():
+            copy = copies.get(root)
+            copies[root] = self.called(torch.clone, (tensor,), {}) if copy is None else copy
+            return copies[root]
+        if root not in copies:
+            alone = self.called(Tensor.detach, (self.tensor_in_hand(root),), {})
+            copies[root] = self.called(torch.clone, (alone,), {})
+        begin = fake.storage_offset() - whole.storage_offset()
+        return self.called(torch.as_strided, (copies[root], fake.shape, fake.stride(), begin), {})
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A draw from a generator of the user's own happens when it is called."""

@@ -14,6 +14,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.shared_memory import may_meet
 from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.stages.capture.batch.batch import is_trained
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
@@ -115,10 +116,18 @@ class StepState:
     saved: Saved
     memory: Memory
 
-    def __init__(self, follower: Follower, given: Sequence[Tensor], vary: Sequence[Dimension] = ()) -> None:
+    def __init__(
+        self,
+        follower: Follower,
+        given: Sequence[Tensor],
+        vary: Sequence[Dimension] = (),
+        batch: Sequence[Tensor] | None = None,
+    ) -> None:
         super().__init__()
         self.follower = follower
         follower.given[:] = given
+        self._batch = follower.given if batch is None else batch  # another list would count as a reference
+        follower.shared = shared_among(self._batch)
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
         self.counts: list[int] = []
@@ -148,7 +157,8 @@ class StepState:
         self.at = None if self.tree is None else self.tree.begin(given)
         self.here = self.root
         self.held: dict[int, tuple[Any, Any]] = {}
-        self.sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given)}
+        # a parameter that a hook has put into the batch is none of the batch's
+        self.sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given) if not is_trained(t)}
         self.known_numbers: dict[tuple[int, Place], Any] | None = None
         self.layers: Any = None
         self._names: dict[int, str] | None = None
@@ -254,17 +264,19 @@ class StepState:
             return False
         if kind.spec != TensorSpec.of(tensor) or kind.shares != self.shares(tensor, number):
             return False
+        if self._is_of_batch(tensor):
+            return False
         return kind.name is None or self.follower.is_named(kind.name, tensor)
 
     def shares(self, tensor: Tensor, number: int) -> int | None:
         """Which of this many outside tensors has memory in common with a tensor."""
         if private.is_memory_its_own(tensor):
             return None
-        storage = private.storage_of(tensor)
-        for i, other in enumerate(self.outside[:number]):
-            if private.storage_of(other) == storage and may_meet(*map(private.local_tensor, (tensor, other))):
-                return i
-        return None
+        return next((i for i, other in enumerate(self.outside[:number]) if _share(tensor, other)), None)
+
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        """Whether a tensor from outside has memory in common with the batch."""
+        return not private.is_memory_its_own(tensor) and any(_share(tensor, one) for one in self._batch)
 
     def kind(self, tensor: Tensor, number: int) -> Kind:
         """What steps on the same path must have as their outside tensor of this number.
@@ -276,6 +288,8 @@ class StepState:
             raise CannotBeFollowed(f"a tensor of another kind ({tensor.layout}, {type(tensor).__name__})")
         if private.is_another_class(type(tensor)):
             raise CannotBeFollowed(class_in_words(type(tensor)))
+        if self._is_of_batch(tensor):
+            raise CannotBeFollowed("a tensor from outside that shares memory with the batch")
         if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
@@ -324,6 +338,25 @@ class StepState:
     def above_autograd(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which calls have an autograd history, although the dispatcher is below autograd."""
         return private.layers_as(self.layers) if self.is_below else contextlib.nullcontext()
+
+
+def shared_among(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """For each tensor the first one before it with which it has memory in common."""
+    return tuple(
+        [
+            None
+            if private.is_memory_its_own(tensor)
+            else next((i for i, other in enumerate(tensors[:index]) if _share(tensor, other)), None)
+            for index, tensor in enumerate(tensors)
+        ]
+    )
+
+
+def _share(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have memory in common."""
+    if not (private.has_storage(one) and private.has_storage(other)):
+        return False
+    return private.storage_of(one) == private.storage_of(other) and may_meet(*map(private.local_tensor, (one, other)))
 
 
 def _class_of(tensor: Tensor) -> type:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -137,7 +138,8 @@ class Recorder(private.TorchDispatchMode):
         """Put recorded numbers back where torch's parser turned them into ``float``/``int`` arguments of ``func``.
 
         By the names under which they were handed over where those are known, else by value; an ambiguous value freezes
-        the number (a guard on it) instead. So does a call that autograd may remember with the plain number.
+        the number (a guard on it) instead. So does a value that others come to by chance (1 is its own inverse, which
+        celu's gradient takes), and a call that autograd may remember with the plain number.
         """
         exposed, self._exposed = self._exposed, []
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in flat(args, kwargs)):
@@ -153,7 +155,7 @@ class Recorder(private.TorchDispatchMode):
             same = [s for s in exposed if s.value == value]
             kinds = (float,) if isinstance(value, float) else (float, int)  # an int is handed on as either
             places = [i for i, a in enumerate(flat) if type(a) in kinds and a == value]
-            if len(places) == len(same) and len({s.node for s in same}) == 1:
+            if len(places) == len(same) and len({s.node for s in same}) == 1 and not _is_common(value):
                 for i in places:
                     flat[i] = same[0].as_symbol()
             else:
@@ -349,6 +351,11 @@ class Recorder(private.TorchDispatchMode):
         node.meta["info"] = self.info()
         self._bind_outputs(node, out)
         return out
+
+
+def _is_common(value: Number) -> bool:
+    """Whether a number is one that others are made equal to: a few halves, or none that is finite."""
+    return isinstance(value, float) and (not math.isfinite(value) or (value * 64).is_integer())
 
 
 def _specs(value: Any) -> Any:
