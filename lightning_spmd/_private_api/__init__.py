@@ -173,7 +173,6 @@ from lightning_spmd._private_api.torch_names import (
     function_modes,
     give_groups,
     has_dtensor_strategy,
-    has_storage,
     have_kinds_in_common,
     is_in,
     leave_order_of_shards_alone,

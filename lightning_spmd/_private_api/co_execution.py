@@ -73,7 +73,10 @@ def is_memory_its_own(tensor: Tensor, others: int = 0) -> bool:
     """Whether at most this many others share a tensor's memory, by reference counts. False if unknown."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
         return False
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # sparse, or wrapped by a transform
+        return True
     return torch._C._storage_Use_Count(storage._cdata) <= 2 + others
 
 

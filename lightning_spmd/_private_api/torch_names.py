@@ -361,14 +361,13 @@ def mark_stepped(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
-def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor, or its part, has memory of its own or of another one; sparse ones and wrappers have none."""
-    return torch._C._has_storage(local_tensor(tensor))
-
-
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage, or its part's; fake tensors have no data pointer to compare."""
-    return local_tensor(tensor).untyped_storage()._cdata
+    local = local_tensor(tensor)
+    try:
+        return local.untyped_storage()._cdata
+    except NotImplementedError:  # sparse, or wrapped by a transform
+        return -id(local)
 
 
 def is_in(tensor: Tensor, storage: UntypedStorage) -> bool:

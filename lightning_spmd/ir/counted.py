@@ -28,7 +28,9 @@ _SCALE_OF_PARTS = 10007
 
 
 def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple[int, ...]]:
-    """Sets of counts, far from each other.
+    """Sets of counts, far from each other; in the first they rise and in the second they fall.
+
+    What depends on which of two is larger, as the length of ``pad_sequence`` does, has no formula in both.
 
     Args:
         number: of counts.
@@ -37,7 +39,10 @@ def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple
     """
     rows = GRAPHS + 1
     chosen = random.Random(0).sample(list(itertools.islice(_primes(scale), 4 * rows * number)), rows * number)
-    return [tuple(chosen[row * number + tie] for tie in ties) for row in range(rows)]
+    sets = [chosen[row * number : (row + 1) * number] for row in range(rows)]
+    sets[0].sort()
+    sets[1].sort(reverse=True)
+    return [tuple(one[tie] for tie in ties) for one in sets]
 
 
 def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -17,6 +17,10 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+
 _LIBRARIES = (
     "torch",
     "functorch",
@@ -135,3 +139,11 @@ def _is_stated_in_torch(file: str) -> bool:
 def class_in_words(kind: type) -> str:
     """What is said of a tensor whose class makes torch's calls itself, or wants their results to be of it."""
     return f"a tensor of class {kind.__qualname__} ({kind.__module__}): graphs have torch's own"
+
+
+def not_in_graphs(tensor: Tensor) -> str | None:
+    """What is said of a tensor of a kind that graphs do not have; None of others."""
+    if private.is_another_class(type(tensor)):
+        return class_in_words(type(tensor))
+    kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+    return None if kind == "strided" else f"a {kind} tensor, which graphs do not have"

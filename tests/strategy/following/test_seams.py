@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from array import array
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
+from torch.overrides import wrap_torch_function
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, assert_compiled, deviation
@@ -100,6 +104,22 @@ class ListsOfAClass(Counts):
         return super().loss(batch) + hidden[self.chosen].mean() + torch.stack(pair).square().mean()
 
 
+class OtherSequences(Counts):
+    """They change in place from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.numbers = deque([0, 1], maxlen=2), array("l", [0, 1])
+
+    def loss(self, batch: Any) -> Tensor:
+        self.queue.append(self.steps % 3)
+        self.numbers[0] = self.steps % 4
+        hidden = self.first(batch[0])
+        chosen = hidden[self.queue] * hidden[self.numbers]  # type: ignore[index]
+        self.sizes = Rows([hidden.shape[0] if self.steps % 2 else 2, -1])
+        return super().loss(batch) + chosen.mean() + hidden.view(self.sizes).square().mean()
+
+
 class AttributesOfResults(Counts):
     def loss(self, batch: Any) -> Tensor:
         hidden = self.first(batch[0])
@@ -141,6 +161,61 @@ class GivesANumber(Function):
         return gradient * ctx.k + sign, None
 
 
+@wrap_torch_function(lambda x, _: (x,))
+def _scaled(x: Tensor, module: Any) -> Tensor:
+    """A function of a library that others may override, as torch's own may be."""
+    module.calls += 1
+    return x * module.factor
+
+
+class CallsOfOthers(Counts):
+    """Their Python runs in every step."""
+
+    calls, factor = 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor = 1.0 + self.steps % 3
+        found = super().forward(_scaled(x, self))
+        self.see(float(self.calls))
+        return found
+
+
+class Distances(nn.Module):
+    """A distance with a weight, and a factor that Python has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(3)), 0
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        self.calls += 1
+        return ((a - b).abs() * self.weight).sum(1) * (1 + self.calls % 3)
+
+
+class TorchCallsBack(Counts):
+    """A function of torch calls one of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distances = Distances()
+
+    def loss(self, batch: Any) -> Tensor:
+        out = self(batch[0])
+        three = out, out.roll(1, 0), out.roll(2, 0)
+        apart = F.triplet_margin_with_distance_loss(*three, distance_function=self.distances)
+        by_function = F.triplet_margin_with_distance_loss(*three, distance_function=lambda a, b: self.distances(a, b))
+        return super().loss(batch) + apart + 0.5 * by_function
+
+
+class Pads(Counts):
+    """Which part is the longest differs from step to step."""
+
+    def loss(self, batch: Any) -> Tensor:
+        hidden = self.first(batch[0])
+        parts = [hidden[batch[1] == k] for k in range(3)]
+        return super().loss(batch) + nn.utils.rnn.pad_sequence(parts).square().sum()
+
+
 class OutputsThatAreNoTensors(Counts):
     def forward(self, x: Tensor) -> Tensor:
         hidden, k, _ = GivesANumber.apply(self.first(x), self.steps % 3 + 1)  # type: ignore[misc]
@@ -148,8 +223,8 @@ class OutputsThatAreNoTensors(Counts):
 
 
 GRAPHS: list[type[Counts]] = [
-    Scripted, ScriptedTeacher, Inverts, Celu, Lerp, ZerosOfEitherSign, ListsOfAClass, AttributesOfResults,
-    CopiesWithViews, AsksInBetween, OutputsThatAreNoTensors,
+    Scripted, ScriptedTeacher, Inverts, Celu, Lerp, ZerosOfEitherSign, ListsOfAClass, OtherSequences,
+    AttributesOfResults, CopiesWithViews, AsksInBetween, OutputsThatAreNoTensors, CallsOfOthers, TorchCallsBack, Pads,
 ]  # fmt: skip
 
 
@@ -158,7 +233,7 @@ def test_it_is_a_graph_and_as_in_eager_training(make: type[Counts]) -> None:
     assert_as_eager(make, mode="split" if make is AsksInBetween else "compiled")
 
 
-@pytest.mark.parametrize("make", [Scripted, ScriptedTeacher, CopiesWithViews, OutputsThatAreNoTensors])
+@pytest.mark.parametrize("make", [Scripted, ScriptedTeacher, CopiesWithViews, OutputsThatAreNoTensors, CallsOfOthers])
 def test_on_two_ranks_it_is_one_devices(two_ranks: RankPool, make: type[Counts]) -> None:
     reference = run(make, "auto", data=lambda: InOrder(rows(), ROWS), max_epochs=1)
     results = two_ranks.run(run, make, "spmd", 2, max_epochs=1)
@@ -266,10 +341,42 @@ class WritesIntoExpanded(Counts):
         return super().loss(batch)
 
 
-@pytest.mark.parametrize(("make", "named"), [(WritesElementByElement, "apply_"), (WritesIntoExpanded, "expand")])
+class Traces(Counts):
+    """A program is recorded by a mode of torch's."""
+
+    def loss(self, batch: Any) -> Tensor:
+        program = make_fx(lambda x: x.sin() * 2)(batch[0].detach().clone())
+        return super().loss((program(batch[0]), batch[1]))
+
+
+class GivesSparse(Counts):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].to_sparse(), batch[1]
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.last(torch.sparse.mm(batch[0], self.first.weight.t())), batch[1])
+
+
+class Pulls(Counts):
+    def loss(self, batch: Any) -> Tensor:
+        out, pull = torch.func.vjp(self.first, batch[0])
+        return super().loss(batch) + pull(torch.ones_like(out))[0].square().mean()
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (WritesElementByElement, "apply_"),
+        (WritesIntoExpanded, "expand"),
+        (Traces, "ProxyTorchDispatchMode"),
+        (GivesSparse, "sparse"),
+        (Pulls, "a tensor of another kind"),
+    ],
+)
 def test_it_is_eager_with_its_line(make: type[Counts], named: str) -> None:
     warnings: Sequence[str] = assert_as_eager(make, mode="eager").warnings
-    assert any(named in w and f"{__file__}:" in w for w in warnings), warnings
+    ours = [w for w in warnings if "'spmd'" in w and named in w]
+    assert any(f"{__file__}:" in w or make is GivesSparse for w in ours), warnings
 
 
 class ChangesTheLoss(Counts):

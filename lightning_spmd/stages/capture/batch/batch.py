@@ -28,7 +28,7 @@ from lightning_spmd.stages.capture.batch.rows_of_rank import (
     lists_of_rows,
     rows_of,
 )
-from lightning_spmd.stages.capture.user_code import class_in_words
+from lightning_spmd.stages.capture.user_code import not_in_graphs
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of a dictionary's key: another one in every process."""
@@ -81,10 +81,9 @@ class Batch:
         Raises:
             BatchError: if tensors disagree, naming each with its shape; 0-dim tensors are not batched.
         """
-        theirs = next((i for i in self.tensors if private.is_another_class(type(self.values[i]))), None)
-        if theirs is not None:
-            text = f"batch{self.paths[theirs]} is {class_in_words(type(self.values[theirs]))}"
-            raise BatchError(text, is_ragged=True)
+        for i in self.tensors:
+            if (strange := not_in_graphs(self.values[i])) is not None:
+                raise BatchError(f"batch{self.paths[i]} is {strange}", is_ragged=True)
         trained = next((i for i in self.tensors if is_trained(self.values[i])), None)
         if trained is not None:
             text = f"batch{self.paths[trained]} is a parameter, or computed by a hook that has a gradient"

@@ -97,7 +97,8 @@ def _must_stay(tensor: Tensor) -> bool:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is one of the host that NumPy takes."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+    own = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu and tensor.layout is torch.strided
+    return own and not private.is_wrapped(tensor)
 
 
 class Holders:

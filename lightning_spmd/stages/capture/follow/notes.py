@@ -327,8 +327,10 @@ def kernels_now() -> tuple[bool, ...]:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """Apply ``function`` to each leaf of arguments or results. Lists of the user's own class become plain ones."""
+    """Apply ``function`` to each leaf of arguments or results. Other sequences become lists: they may change later."""
     kind = type(value)
+    if kind in _LEAVES:
+        return function(value)
     if kind is tuple:
         return tuple([mapped(function, v) for v in value])
     if kind is list:
@@ -340,9 +342,13 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple) and not isinstance(value, torch.Size):
         parts = [mapped(function, v) for v in value]
         return kind(*parts) if hasattr(value, "_fields") else kind(parts)
-    if isinstance(value, list):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes, torch.Size)):
         return [mapped(function, v) for v in value]
     return function(value)
+
+
+_LEAVES = {Tensor, nn.Parameter, int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.Size}
+"""The common ones, for speed."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, Recorde
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
-from lightning_spmd.stages.capture.user_code import class_in_words
+from lightning_spmd.stages.capture.user_code import class_in_words, not_in_graphs
 
 _READS = {
     Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
@@ -88,6 +88,18 @@ _OTHER_KERNELS = (
 )
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a function or class is torch's, or ours."""
+    return value.__module__.partition(".")[0] in ("torch", "lightning_spmd")
+
+
+def _is_called(value: Any) -> bool:
+    """Whether an argument is Python that a function of torch calls back."""
+    if isinstance(value, (FunctionType, MethodType, functools.partial, nn.Module)):
+        return True
+    return isinstance(getattr(type(value), "__call__", None), FunctionType) and not _is_torchs(type(value))
 
 
 class _Below(private.TorchDispatchMode):
@@ -186,11 +198,11 @@ class Step(StepState, TorchFunctionMode):
         packed = PackedSequences(self)
         private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
-        theirs = next((type(t) for t in self.follower.given if private.is_another_class(type(t))), None)
+        strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
         try:
             with self._below, self:
-                if theirs is not None:
-                    self.eagerly(f"the batch has {class_in_words(theirs)}")
+                if strange is not None:
+                    self.eagerly(f"the batch has {strange}")
                 yield
                 self.generator.watch()
                 self.memory.look()
@@ -455,6 +467,11 @@ class Step(StepState, TorchFunctionMode):
         if around.kernels != self.kernels:
             self.eagerly(_OTHER_KERNELS)
             return self.for_good(func, args, kwargs)
+        if type(func) is FunctionType and not _is_torchs(func):  # it may be overridden, as torch's own are
+            return self._otherwise("checks", func, args, kwargs)
+        if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
+            args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
+            return self._otherwise("checks", func, args, kwargs)
         known = len(self.outside)
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads or not self.data_counts.is_pinned(note):
@@ -499,12 +516,25 @@ class Step(StepState, TorchFunctionMode):
             return self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
 
+    def _with_calls_seen(self, value: Any) -> Any:
+        """A function of the user's as a function of torch may call it: what it calls is followed."""
+        if not _is_called(value):
+            return value
+
+        @functools.wraps(value, updated=())
+        def seen(*args: Any, **kwargs: Any) -> Any:
+            with private.with_torch_functions(), self:
+                return value(*args, **kwargs)
+
+        return seen
+
     def _index(self, index: Any) -> Any:
         """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
         if type(index) is tuple:
             return tuple(map(self._index, index))
         if isinstance(index, Tensor) and index.ndim == 0 and index.dtype in _POSITIONS:
             return self.reads.read(Tensor.item, (index,), {})
+        index = list(index) if isinstance(index, Sequence) and not isinstance(index, (tuple, str)) else index
         numbers = type(index) is list and index and all(type(i) in (int, bool) for i in index)
         if numbers or type(index).__module__ == "numpy" and getattr(index, "ndim", 0):
             return torch.as_tensor(index)

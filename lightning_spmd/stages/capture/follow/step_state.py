@@ -354,8 +354,6 @@ def shared_among(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
 
 def _share(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have memory in common."""
-    if not (private.has_storage(one) and private.has_storage(other)):
-        return False
     return private.storage_of(one) == private.storage_of(other) and may_meet(*map(private.local_tensor, (one, other)))
 
 
