@@ -149,6 +149,19 @@ class AsksInBetween(Counts):
         return super().loss(batch) + (self.first(batch[0]) * gradient).sum()
 
 
+class KeepsWhatItInferred(Counts):
+    """A hook reads parts of what the step computed without autograd."""
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.inference_mode():
+            self.kept = self(batch[0]).softmax(1)
+        return super().loss(batch)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.kept.is_inference()
+        self.see(self.kept[0].sum().item() + self.kept.clone().max().item())
+
+
 class GivesANumber(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int) -> Any:  # type: ignore[override]
@@ -225,6 +238,7 @@ class OutputsThatAreNoTensors(Counts):
 GRAPHS: list[type[Counts]] = [
     Scripted, ScriptedTeacher, Inverts, Celu, Lerp, ZerosOfEitherSign, ListsOfAClass, OtherSequences,
     AttributesOfResults, CopiesWithViews, AsksInBetween, OutputsThatAreNoTensors, CallsOfOthers, TorchCallsBack, Pads,
+    KeepsWhatItInferred,
 ]  # fmt: skip
 
 

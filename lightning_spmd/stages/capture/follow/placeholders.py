@@ -79,6 +79,10 @@ def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | No
         if made_at is not None and trained:
             private.exchange(placeholder, without_history(value, made_at))
             return
+        if placeholder.is_inference():  # its data cannot become another's
+            with torch.inference_mode():
+                private.exchange(placeholder, value.clone())
+            return
         placeholder.data = value.detach()
         placeholder.requires_grad_(trained)
 

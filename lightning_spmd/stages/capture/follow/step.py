@@ -99,7 +99,7 @@ def _is_called(value: Any) -> bool:
     """Whether an argument is Python that a function of torch calls back."""
     if isinstance(value, (FunctionType, MethodType, functools.partial, nn.Module)):
         return True
-    return isinstance(getattr(type(value), "__call__", None), FunctionType) and not _is_torchs(type(value))
+    return callable(value) and type(type(value).__call__) is FunctionType and not _is_torchs(type(value))
 
 
 class _Below(private.TorchDispatchMode):
