@@ -9,6 +9,8 @@ COUNTS = "tests/strategy/reads_and_sizes/test_followed_counts.py"
 SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
 KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
+CLASSES = "tests/strategy/following/test_other_classes.py"
+SEAMS = "tests/strategy/following/test_seams.py"
 BY_HAND = "tests/strategy/by_hand/test_followed_by_hand.py"
 
 IN_FOLLOWING: tuple[Mutant, ...] = (
@@ -126,5 +128,54 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "        if made_at is not None and trained:\n",
         "        if made_at is None and trained:\n",
         (KEPT,),
+    ),
+    # ------------------------------------------------------------------ seams
+    Mutant(
+        "tensors of the user's own class are taken for torch's",
+        CAPTURE,
+        "_private_api/co_execution.py",
+        "    return any(one not in (None, *_OF_NO_CLASS) for one in own)\n",
+        "    return False\n",
+        (CLASSES,),
+    ),
+    Mutant(
+        "a number is put back for one that equals it by chance",
+        CAPTURE,
+        "stages/capture/record/recorder.py",
+        " and not _is_common(value):\n",
+        ":\n",
+        (SEAMS,),
+    ),
+    Mutant(
+        "memory that two tensors of the batch share is not noticed",
+        CAPTURE,
+        f"{FOLLOW}/recorder.py",
+        "        if any(type(root) is Given and root.position in shared for root in note.writes):\n",
+        "        if False:\n",
+        (SEAMS,),
+    ),
+    Mutant(
+        "counts are in the same order in all samples",
+        CAPTURE,
+        "ir/counted.py",
+        "    sets[1].sort(reverse=True)\n",
+        "    sets[1].sort()\n    sets[2].sort()\n",
+        ("tests/ir/test_counted.py",),
+    ),
+    Mutant(
+        "a placeholder with attributes of the user's is used again",
+        CAPTURE,
+        f"{FOLLOW}/matching.py",
+        " and not h[{m.index}].__dict__",
+        "",
+        (SEAMS,),
+    ),
+    Mutant(
+        "Python that torch calls back runs when it is recorded alone",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "    if isinstance(value, (FunctionType, MethodType, functools.partial, nn.Module)):\n        return True\n",
+        "",
+        (SEAMS,),
     ),
 )
