@@ -267,7 +267,8 @@ class Step(StepState, TorchFunctionMode):
                 return original(*args, **kwargs)
 
     def _entered(self, original: Callable[..., Any], mode: Any) -> Any:
-        if mode is not self._below:
+        # one of fake tensors has tensors of its own, and computes nothing
+        if mode is not self._below and not isinstance(mode, private.FakeTensorMode):
             self.eagerly(f"{type(mode).__qualname__}, a mode that sees operators, in the step")
         return original(mode)
 
@@ -314,6 +315,7 @@ class Step(StepState, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(issubclass(kind, Replaced) for kind in types):
             args, kwargs = with_successors((args, kwargs))
+            types = [kind for kind in types if not issubclass(kind, Replaced)]
         if self.reason is not None or self.is_apart:
             if self.memory.is_apart and not self.is_apart:
                 return self.for_good(func, args, kwargs or {})
