@@ -144,11 +144,11 @@ class UnseenCalls:
             return self._saved.checkpointed(_CHECKPOINTED, args, kwargs)
 
         def apply(kind: type, *args: Any, **kwargs: Any) -> Any:
-            step = self._of_step()
-            return (_APPLY if step is None else step.apply)(kind, *args, **kwargs)
+            step = self._of_step() if issubclass(kind, torch.autograd.Function) else None  # else a part of a transform
+            return applied(kind, args, kwargs) if step is None else step.apply(kind, *args, **kwargs)
 
         places: list[tuple[Any, str, Any]] = [
-            (torch.autograd.Function, "apply", classmethod(apply)),
+            (_Applied, "apply", classmethod(apply)),
             (torch.autograd.graph.saved_tensors_hooks, "__enter__", enter),
             (torch.autograd.graph.saved_tensors_hooks, "__exit__", leave),
             (_checkpoint, "_checkpoint_without_reentrant_generator", checkpointed),
@@ -199,10 +199,10 @@ class UnseenCalls:
         """From here on calls are a step's.
 
         Args:
-            step: its ``apply`` is called with the class and the arguments in place of
-                ``torch.autograd.Function.apply``. Its ``instead`` is given the name of a function, and that, before
-                it is called, and gives what is called in its place; these read, or change, what is computed so far:
-                random state, memory of a tensor that becomes a parameter.
+            step: its ``apply`` is called with the class and the arguments in place of what
+                ``torch.autograd.Function.apply`` ends in. Its ``instead`` is given the name of a function, and that,
+                before it is called, and gives what is called in its place; these read, or change, what is computed so
+                far: random state, memory of a tensor that becomes a parameter.
             saved: told of what is around what autograd saves: ``enter`` and ``leave`` hooks, and ``checkpointed``
                 instead of the generator that ``torch.utils.checkpoint`` runs around a part; each with the original.
         """
@@ -289,10 +289,11 @@ ErrorOfBackward: type = torch._C._functions.Error  # pyright: ignore[reportAttri
 
 def applied(kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``kind.apply`` as torch has it."""
-    return _APPLY(kind, *args, **kwargs)
+    return super(_Applied, kind).apply(*args, **kwargs)  # type: ignore[misc]
 
 
-_APPLY = vars(torch.autograd.Function)["apply"].__func__
+# Below what a program may have kept from before (``function = MyFunction.apply``), which must be seen as well.
+_Applied: Any = torch.autograd.function._SingleLevelFunction
 _ENTER, _LEAVE = (vars(torch.autograd.graph.saved_tensors_hooks)[name] for name in ("__enter__", "__exit__"))
 _CHECKPOINTED = _checkpoint._checkpoint_without_reentrant_generator
 UNSEEN = UnseenCalls()

@@ -174,6 +174,26 @@ class GivesANumber(Function):
         return gradient * ctx.k + sign, None
 
 
+class Square(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+_square = Square.apply
+"""As tutorials have it; kept before any step has begun."""
+
+
+class AppliesWhatItHasKept(Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(_square(self.first(x)))
+
+
 @wrap_torch_function(lambda x, _: (x,))
 def _scaled(x: Tensor, module: Any) -> Tensor:
     """A function of a library that others may override, as torch's own may be."""
@@ -238,7 +258,7 @@ class OutputsThatAreNoTensors(Counts):
 GRAPHS: list[type[Counts]] = [
     Scripted, ScriptedTeacher, Inverts, Celu, Lerp, ZerosOfEitherSign, ListsOfAClass, OtherSequences,
     AttributesOfResults, CopiesWithViews, AsksInBetween, OutputsThatAreNoTensors, CallsOfOthers, TorchCallsBack, Pads,
-    KeepsWhatItInferred,
+    KeepsWhatItInferred, AppliesWhatItHasKept,
 ]  # fmt: skip
 
 
