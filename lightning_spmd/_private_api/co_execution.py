@@ -322,6 +322,33 @@ def graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
+def nodes_since(tensors: Sequence[Tensor], number: int) -> list[Any]:
+    """The nodes of autograd's graph behind tensors that were made since the next one's number was this.
+
+    Without it nobody sees what an operator of somebody's own has left there: Python, or numbers in C++.
+    """
+    found = dict[Any, None]()
+    waiting: list[Any] = [t.grad_fn for t in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is None or hasattr(node, "variable"):  # what adds gradients up has no number
+            continue
+        if node not in found and node._sequence_nr() >= number:
+            found[node] = None
+            waiting += [following for following, _ in node.next_functions]
+    return list(found)
+
+
+def is_of_extension(node: Any) -> bool:
+    """Whether a node is none of torch's own, but of a ``torch::autograd::Function`` in somebody's C++."""
+    return type(node).__name__ == "CppFunction"
+
+
+def found_no_memory(error: BaseException) -> bool:
+    """Whether it is the error of a kernel that has asked for the memory of one of :func:`without_memory`."""
+    return isinstance(error, RuntimeError) and str(error).startswith("Cannot access data pointer of Tensor")
+
+
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it belongs to a transform of ``torch.func`` under way, or is no plain tensor."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # pyright: ignore[reportAttributeAccessIssue]

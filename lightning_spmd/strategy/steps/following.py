@@ -645,10 +645,11 @@ class Following:
             if meeting is not None:
                 around.enter_context(meeting.wires.watched())
             try:
-                with context.step_context(method):
-                    returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
-                if not self._is_by_hand and not self._evaluates:
-                    self._backward(step, returned)
+                with step.in_unseen_code():
+                    with context.step_context(method):
+                        returned = with_loss(getattr(context.module, method)(tree, *arguments.values()))
+                    if not self._is_by_hand and not self._evaluates:
+                        self._backward(step, returned)
             except BaseException as error:
                 talk.drop()
                 if meeting is not None and isinstance(error, Exception) and not step.is_eager:

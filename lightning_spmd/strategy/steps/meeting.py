@@ -66,8 +66,8 @@ class Meeting:
         is_new: whether no batch of this kind came before in the run.
         is_eager: the ranks have agreed to go on eagerly.
         reason: the reason, of the first rank that has one.
-        runs_again: some rank has read a value computed from random numbers, and the step cannot continue: each rank has
-            drawn its part of the numbers, and they cannot be drawn again.
+        runs_again: some rank's step cannot continue: it has read a value computed from random numbers, of which each
+            rank has drawn its part, and they cannot be drawn again; or code that nobody sees has placeholders.
         wires: detect that Python looks at lists or counts of one rank.
         looked: some rank's Python has looked, and at what.
         shared: paths of batch tensors that turned out to be the same for every sample: Python must run again.
@@ -371,10 +371,10 @@ class Meeting:
     def _meet_eagerly(self, reason: str | None, looked: str = "") -> str:
         """All ranks are here and learn why one of them cannot be followed."""
         self.is_eager = True
-        was_told_draws = self._step is not None and self._step.was_told_draws
-        mine = reason, zlib.crc32(private.host_random_state()), was_told_draws, looked
+        again = self._step is not None and (self._step.was_told_draws or self._step.runs_again)
+        mine = reason, zlib.crc32(private.host_random_state()), again, looked
         sides = self._control.gather(mine)
-        self.runs_again = any(told for _, _, told, _ in sides)
+        self.runs_again = any(again for _, _, again, _ in sides)
         self.looked = max(looked for _, _, _, looked in sides)
         if self.looked:
             return self.looked

@@ -19,7 +19,7 @@ from lightning_spmd.stages.capture.user_code import user_location
 
 
 class Abandoned(BaseException):
-    """Control flow: a step cannot go on eagerly within a transform, so its Python must run again from the start."""
+    """Control flow: a step cannot go on eagerly from where it is, so its Python must run again from the start."""
 
 
 class EagerRun:
@@ -32,6 +32,7 @@ class EagerRun:
         left_out: calls that were left out.
 
     Attributes:
+        ended: what has ended the step instead; code in C++ and the user's may have made something else of it.
         stale: (placeholder, its tensor), by ``id`` of what the placeholder holds now.
     """
 
@@ -39,21 +40,36 @@ class EagerRun:
         self._step, self._recorder, self._copies, self._left_out = step, recorder, copies, left_out
         self._live: Values | None = None
         self.stale: dict[int, tuple[Tensor, Tensor]] = {}
+        self.ended: BaseException | None = None
 
-    def begin(self, why: str, place: str | None = None) -> None:
+    def begin(self, why: str, place: str | None = None, *, again: bool = False) -> None:
         """Run the calls so far eagerly, and continue the step eagerly.
 
         Args:
             why: for the user.
             place: ``file:line`` of it, if not of what is called now.
+            again: the step's Python must run once more.
+
+        Raises:
+            Abandoned: it must.
         """
+        try:
+            self._begin(why, place, again=again)
+        except BaseException as ended:
+            if not isinstance(ended, Exception):  # these are the user's to catch
+                self.ended = ended
+            raise
+
+    def _begin(self, why: str, place: str | None, *, again: bool) -> None:
         step = self._step
-        step.reason = why, place or user_location()
+        step.reason, step.runs_again = (why, place or user_location()), again
         self._left_out.put_back()
         step.before_eager()
         # a transform holds placeholders, and what autograd has saved of them, out of reach
         if step.has_transforms and (step.is_below or private.in_transforms()):
             raise Abandoned(f"{why} within a transform of torch.func ({step.reason[1]})")
+        if again:
+            raise Abandoned(f"{why} ({step.reason[1]})")
         self._recorder.forget()
         self._copies.forget()
         step.on_values()

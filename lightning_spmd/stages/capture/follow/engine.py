@@ -237,6 +237,11 @@ class _Joined(torch.autograd.Function):
         return (*([None] * 6), *ctx.arrived(ctx.place, gradients))
 
 
+def is_ours(node: Any) -> bool:
+    """Whether a node that runs Python in the backward pass is one that following has put there."""
+    return type(node)._forward_cls.__module__.startswith("lightning_spmd.")  # noqa: SLF001 - the class of whose calls it is
+
+
 def is_joined(node: Any) -> bool:
     """Whether a node of autograd's graph stands for a function of the user's."""
     return isinstance(node, BackwardCFunction) and hasattr(node, "arrived") and hasattr(node, "place")

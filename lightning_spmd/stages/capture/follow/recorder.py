@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import SPMDError
@@ -16,7 +17,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.counts import CountsWanted, FormsOnFakes, Told
-from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
+from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall, is_ours
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
@@ -44,6 +45,10 @@ CHECK = torch.ops.aten._linalg_check_errors.default  # noqa: SLF001 - an operato
 
 class Checks(Exception):
     """Control flow: a call raises an error by values, which the user's code may catch."""
+
+
+class HasOwnBackward(Exception):
+    """Control flow: in an operator's backward pass there is Python, which is to run in every step."""
 
 
 class Recording:
@@ -210,6 +215,7 @@ class Recorder:
         Raises:
             CannotBeFollowed: the step goes on eagerly.
             Checks: the call raises an error by values.
+            HasOwnBackward: the call's backward pass is Python that can be followed.
         """
         step = self._step
         recording = self.so_far()
@@ -229,6 +235,8 @@ class Recorder:
         told: Told = {}
         recording.below.asked = None
         recording.below.written.clear()
+        step.applied.clear()
+        first_node = private.next_sequence_number()
         try:
             recording.below.sized.begin(told)
             try:
@@ -256,6 +264,7 @@ class Recorder:
             raise CannotBeFollowed(str(error)) from error
         except Exception as error:  # the user's own mistake shows when it runs for good
             raise CannotBeFollowed(f"{note.name} could not be recorded ({first_line(error)})") from error
+        self._look_at_history(note, tensors_in(out), first_node)
         if before != [TensorSpec.of(t) for t in operands]:
             raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")
         if isinstance(out, torch.nn.utils.rnn.PackedSequence) or any(
@@ -312,6 +321,30 @@ class Recorder:
         if note.counts:
             self.just_told = told[note.slot]
         return note
+
+    def _look_at_history(self, note: Note, results: Sequence[Tensor], first: int) -> None:
+        """What a call left in autograd's graph that is not torch's own: an operator of somebody's own did.
+
+        In C++ it keeps numbers where none can be replaced: another one is another call.
+
+        Args:
+            note: the call.
+            results: its results.
+            first: the number of the first node that it may have made.
+
+        Raises:
+            HasOwnBackward: Python, as the function that the call is.
+            CannotBeFollowed: Python beside other nodes.
+        """
+        nodes = private.nodes_since(results, first)
+        own = [node for node in nodes if isinstance(node, BackwardCFunction) and not is_ours(node)]
+        if own and len(nodes) == 1 and type(own[0])._forward_cls in self._step.applied:  # type: ignore[attr-defined]  # noqa: SLF001
+            raise HasOwnBackward
+        if own:
+            raise CannotBeFollowed(f"in the backward pass of {note.name} runs Python that no graph sees")
+        if any(map(private.is_of_extension, nodes)):
+            places = [*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))]
+            note.plain.update(place for place, leaf in places if type(leaf) in (int, float))
 
     def complete(self, note: Note, known: int) -> None:
         """Complete the note of a new call.

@@ -27,7 +27,7 @@ from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becom
 from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
-from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.engine import EngineCall, Saving
 from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.left_out import LeftOut
@@ -53,11 +53,11 @@ from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
 from lightning_spmd.stages.capture.follow.packed import PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.reads import Reads
-from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, Recorder, Recording
+from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder, Recording
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
-from lightning_spmd.stages.capture.user_code import class_in_words, not_in_graphs
+from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs
 
 _READS = {
     Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
@@ -121,6 +121,7 @@ class _Below(private.TorchDispatchMode):
         before, step.is_below, calls = step.is_below, True, len(step.notes)
         try:
             with private.no_torch_functions():  # what is asked here is not the user's
+                step.look_behind(args, kwargs)
                 reads = func in _READ_OPERATORS and step.concerns(args[0])
                 is_steps = reads or any(step.concerns(t) for t in tensors_in((args, kwargs)))
                 out = self._followed(func, args, kwargs, reads=reads) if is_steps else None
@@ -185,6 +186,9 @@ class Step(StepState, TorchFunctionMode):
         self._below = _Below(self)
         self.kernels = kernels_now()
         self._wholes: dict[int, Tensor] = {}  # of tensors in parts
+        self._lent: dict[int, tuple[Tensor, Tensor]] | None = None  # what an operator gets for what asks for gradients
+        self._expected: list[bool] = []
+        self._expects_grad = True  # as Python has set it
         self.added: list[tuple[Source, Source]] = []
         self.needed = 0
 
@@ -216,6 +220,10 @@ class Step(StepState, TorchFunctionMode):
 
     def apply(self, kind: type, *args: Any, **kwargs: Any) -> Any:
         """A call of a user's ``autograd.Function``."""
+        if self.is_apart:
+            self.applied.add(kind)
+        elif self._lent is not None:
+            return self._apply_of_operator(kind, args, kwargs)
         if self.is_apart or self.is_eager or (self.has_transforms and private.in_transforms()):
             return private.applied(kind, args, kwargs)
         if kind is private.ReentrantCheckpoint:
@@ -298,6 +306,93 @@ class Step(StepState, TorchFunctionMode):
             self.eagerly("copy.copy of a tensor in the step")
             return original(tensor)
 
+    # ------------------------------------------------------------------ operators of others
+    def _found_own_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The first call of an operator whose backward pass is Python."""
+        if self.is_below:
+            self.eagerly(f"code in C++ calls {func}, in whose backward pass runs Python", again=True)
+        if isinstance(func, Saving):  # the function packs what it saves itself
+            return self._found_own_backward(func.function, args[1:], kwargs), ()
+        self.follower.kinds[func] = "own"
+        return self._with_own_backward(func, args, kwargs)
+
+    def _with_own_backward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of an operator whose backward pass is Python, given tensors that ask for gradients as results do."""
+        if not torch.is_grad_enabled() or not any(map(self.asks, tensors_in((args, kwargs)))):
+            return self.called(func, args, kwargs)
+        lent: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def asking(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.requires_grad or not self.asks(value):
+                return value
+            made = value.detach().requires_grad_()
+            lent[id(made)] = made, value
+            return made
+
+        with private.no_torch_functions():
+            with self.beside():
+                given = mapped(asking, args), mapped(asking, kwargs)
+            before, self._lent = self._lent, lent
+            try:
+                out = func(*given[0], **given[1])
+            finally:
+                self._lent = before
+            if not self.is_eager and any(id(t) not in self.sources for t in tensors_in(out)):
+                self.eagerly(f"results of {getattr(func, '__name__', func)} that the step does not know", again=True)
+        return out
+
+    def _apply_of_operator(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function that such an operator is."""
+        lent, self._lent = self._lent or {}, None
+
+        def own(value: Any) -> Any:
+            return lent[id(value)][1] if id(value) in lent else value
+
+        try:
+            with private.with_torch_functions(), self:  # the user's code in it is seen
+                return self.apply(kind, *mapped(own, args), **mapped(own, kwargs))
+        finally:
+            self._lent = lent
+
+    def look_behind(self, args: Any, kwargs: Any) -> None:
+        """Run a step again, and eagerly, where C++ hides how results depend on the operands of an operator.
+
+        A ``torch::autograd::Function`` switches gradients off around its forward; ``torch.no_grad`` is seen.
+        """
+        if (lent := self._lent) and any(id(t) in lent for t in tensors_in((args, kwargs))):
+            self.eagerly("an operator of an extension calls others on what asks for gradients", again=True)
+        if not self._expects_grad or torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return
+        # within calls of which the mode was told it does not see what Python sets
+        is_told = self in private.function_modes() and not private.in_transforms()
+        if is_told and any(map(self.asks, tensors_in((args, kwargs)))):
+            self.eagerly("code in C++ that torch does not dispatch and that has gradients of its own", again=True)
+
+    @contextlib.contextmanager
+    def in_unseen_code(self) -> Iterator[None]:
+        """The user's code, of which C++ may ask for the memory of placeholders, and make other errors of ours."""
+        try:
+            yield
+        except Exception as error:
+            if self.eager.ended is None and not self.is_eager and private.found_no_memory(error):
+                place = location_of(error)
+                self.eagerly("code that torch does not dispatch takes the memory of a tensor", place, again=True)
+            if self.eager.ended is None:
+                raise
+        if self.eager.ended is not None:
+            raise self.eager.ended
+
+    @override
+    def __enter__(self) -> Any:
+        self._expected.append(self._expects_grad)
+        self._expects_grad = torch.is_grad_enabled()
+        return super().__enter__()
+
+    @override
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        self._expects_grad = self._expected.pop()
+        super().__exit__(exc_type, exc_val, exc_tb)
+
     # ------------------------------------------------------------------ what others ask
     def asks(self, tensor: Tensor) -> bool:
         """Whether a tensor requires gradients."""
@@ -346,6 +441,8 @@ class Step(StepState, TorchFunctionMode):
         if kind == "gradient" and self.by_hand is not None:  # asked often
             return self.by_hand.gradient(args[0])
         if kind == "about":  # no operator runs
+            if func is private.set_grad_enabled:
+                self._expects_grad = args[0]
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         return self.called(func, args, kwargs) if kind == "call" else self._otherwise(kind, func, args, kwargs)
@@ -437,6 +534,8 @@ class Step(StepState, TorchFunctionMode):
         if kind == "checks":  # operator by operator: one of them is a read
             with private.no_torch_functions():
                 return func(*args, **kwargs)
+        if kind == "own":
+            return self._with_own_backward(func, args, kwargs)
         if kind == "by hand" and self.by_hand is not None:
             return self.by_hand.called(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
@@ -500,8 +599,13 @@ class Step(StepState, TorchFunctionMode):
             note = self.recorder.record(func, args, kwargs, around, self.data_counts.counts_first)
         except CannotBeFollowed as error:
             self.recorder.failed = func, args, kwargs
-            self.eagerly(str(error))
+            # autograd has been passed by where the dispatcher alone sees a call
+            again = self.is_below and torch.is_grad_enabled() and any(map(self.asks, tensors_in((args, kwargs))))
+            self.eagerly(str(error), again=again)
             return self.for_good(func, args, kwargs)
+        except HasOwnBackward:
+            self.recorder.unmet(known)
+            return self._found_own_backward(func, args, kwargs)
         except Checks:
             self.recorder.unmet(known)
             self.follower.kinds[func] = "checks"
@@ -735,8 +839,8 @@ class Step(StepState, TorchFunctionMode):
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
     @override
-    def eagerly(self, why: str, place: str | None = None) -> None:
-        self.eager.begin(why, place)
+    def eagerly(self, why: str, place: str | None = None, *, again: bool = False) -> None:
+        self.eager.begin(why, place, again=again)
 
     @override
     def for_good(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -109,6 +109,8 @@ class StepState:
         gathered: gives the whole of a tensor in parts that is none of the module's, on all ranks together.
         owns: whether a tensor in parts, no parameter, was the module's when the step began, or is a gradient.
         must_be_graph: whether the step must not run eagerly.
+        applied: functions with Python in their backward passes that the call under way has applied below torch's own.
+        runs_again: the step cannot go on eagerly from where it is.
         draws_elsewhere: whether graphs draw other numbers than torch's generator, as on several ranks.
     """
 
@@ -133,7 +135,8 @@ class StepState:
         self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
-        self.has_transforms = self.looks_closer = self.is_below = False
+        self.has_transforms = self.looks_closer = self.is_below = self.runs_again = False
+        self.applied = set[type]()
         self.reads_gradients: str | None = None
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
@@ -172,12 +175,13 @@ class StepState:
         """Take a call for this note. A note's compiled function does the same."""
         raise NotImplementedError
 
-    def eagerly(self, why: str, place: str | None = None) -> None:
+    def eagerly(self, why: str, place: str | None = None, *, again: bool = False) -> None:
         """Run the calls so far eagerly, and continue the step eagerly.
 
         Args:
             why: for the user.
             place: ``file:line`` of it, if not of what is called now.
+            again: code that nobody sees holds what became of placeholders: the step's Python must run once more.
         """
         raise NotImplementedError
 
