@@ -73,8 +73,9 @@ _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda"
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
 _DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 _MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
-           Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_}  # fmt: skip
-"""What hands out the memory of a tensor, or exchanges it."""
+           Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_, Tensor.apply_, Tensor.map_,
+           Tensor.map2_}  # fmt: skip
+"""What hands out the memory of a tensor, exchanges it, or walks over it in Python."""
 _READ_OPERATORS = {
     CHECK,
     *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
