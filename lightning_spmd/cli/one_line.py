@@ -23,7 +23,7 @@ from lightning_spmd.cli.recipe_names import recipe_named
 _KEY = re.compile(r'Parser key "([^"]+)"')
 _EXPECTED = re.compile(r"Expected an? (.+?)(?:\. Got value: .*)?$", re.MULTILINE)
 _GIVEN = re.compile(r"(?:Given value|Got value): (.+)")
-_UNKNOWN = re.compile(r"does not accept option '([\w.]+)'|unrecognized arguments: --([^\s=]+)")
+_UNKNOWN = re.compile(r"(?:Group '([\w.]+)' )?does not accept option '([\w.]+)'|unrecognized arguments: --([^\s=]+)")
 _OF_CLASS = re.compile(r"Problem with given class_path '([\w.]+)':\n(.*)", re.DOTALL)
 _MISSING = re.compile(r'Key "([\w.]+)" is required')
 _WORDS = {int: "a whole number", float: "a number", type(None): "null", str: "a word", bool: "true, false"}
@@ -81,7 +81,8 @@ def one_line(message: str, options: Iterable[str]) -> str:
         return f"{placed[1]}: a recipe is named with --config {placed[1]}"
     unknown = _UNKNOWN.search(message)
     if unknown is not None:
-        return _unknown_key(unknown[1] or unknown[2], message, [o.lstrip("-") for o in options])
+        group, name, flag = unknown.groups()
+        return _unknown_key(flag or ".".join(filter(None, (group, name))), message, [o.lstrip("-") for o in options])
     outer = _KEY.findall(message)[:1]
     if outer and (broken := broken_module(outer[0], message)) is not None:
         return broken

@@ -85,6 +85,15 @@ def test_a_wrong_key_of_a_recipe_is_answered_in_one_line(
     assert words in error
 
 
+@pytest.mark.parametrize("command", ["fit", "plan", "compare"])
+def test_each_command_names_key_and_line(run: Run, tmp_path: Path, command: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(Path(RECIPE).read_text().replace("max_epochs", "max_epoch"))
+    status, _, error = run(command, "--config", str(recipe))
+    said = "line 32: trainer.max_epoch: there is no such key. Did you mean trainer.max_epochs?"
+    assert (status, error.splitlines()[-1].partition("error: ")[2]) == (2, f"{recipe}, {said}")
+
+
 RECIPE_OF_CALLBACKS = """\
 trainer:
   max_epochs: 1
