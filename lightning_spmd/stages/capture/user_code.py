@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
@@ -145,5 +146,7 @@ def not_in_graphs(tensor: Tensor) -> str | None:
     """What is said of a tensor of a kind that graphs do not have; None of others."""
     if private.is_another_class(type(tensor)):
         return class_in_words(type(tensor))
+    if tensor.layout is torch.strided and not tensor.is_quantized:
+        return None
     kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-    return None if kind == "strided" else f"a {kind} tensor, which graphs do not have"
+    return f"a {kind} tensor, which graphs do not have"

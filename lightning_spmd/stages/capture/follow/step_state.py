@@ -75,6 +75,7 @@ class StepState:
         follower: the known paths of such steps.
         given: the tensors of the batch.
         vary: the sizes of tensors of the batch that differ from step to step.
+        batch: the user's own, where ``given`` stands in for them.
 
     Attributes:
         notes: the path so far.
