@@ -194,11 +194,15 @@ class AppliesWhatItHasKept(Counts):
         return self.last(_square(self.first(x)))
 
 
-@wrap_torch_function(lambda x, _: (x,))
-def _scaled(x: Tensor, module: Any) -> Tensor:
+@wrap_torch_function(lambda x, *_: (x,))
+def _scaled(x: Tensor, module: Any, seen: dict[str, Tensor]) -> Tensor:
     """A function of a library that others may override, as torch's own may be."""
     module.calls += 1
+    seen["input"] = x
     return x * module.factor
+
+
+_scaled.__module__ = None  # type: ignore[assignment] # as functions are that were made without one
 
 
 class CallsOfOthers(Counts):
@@ -208,9 +212,10 @@ class CallsOfOthers(Counts):
 
     def forward(self, x: Tensor) -> Tensor:
         self.factor = 1.0 + self.steps % 3
-        found = super().forward(_scaled(x, self))
+        written: dict[str, Tensor] = {}  # the very dictionary that it fills
+        found = super().forward(_scaled(x, self, written))
         self.see(float(self.calls))
-        return found
+        return found + written["input"].mean()
 
 
 class Distances(nn.Module):

@@ -93,7 +93,7 @@ _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 def _is_torchs(value: Any) -> bool:
     """Whether a function or class is torch's, or ours."""
-    return value.__module__.partition(".")[0] in ("torch", "lightning_spmd")
+    return (value.__module__ or "").partition(".")[0] in ("torch", "lightning_spmd")
 
 
 def _is_called(value: Any) -> bool:
@@ -544,6 +544,8 @@ class Step(StepState, TorchFunctionMode):
     # ------------------------------------------------------------------ following and recording
     @override
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if type(func) is FunctionType and not _is_torchs(func):  # it may be overridden, as torch's own are
+            return self._otherwise("checks", func, args, kwargs)  # with the very objects that it was given
         if func in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
             if self.is_eager:
@@ -569,8 +571,6 @@ class Step(StepState, TorchFunctionMode):
         if around.kernels != self.kernels:
             self.eagerly(_OTHER_KERNELS)
             return self.for_good(func, args, kwargs)
-        if type(func) is FunctionType and not _is_torchs(func):  # it may be overridden, as torch's own are
-            return self._otherwise("checks", func, args, kwargs)
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)

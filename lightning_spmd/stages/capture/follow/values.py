@@ -137,7 +137,11 @@ def surroundings(around: Around) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(around.grad))
         stack.enter_context(default_dtype(around.dtype))
-        for kind, dtype in around.autocast or ():
+        wanted = dict(around.autocast or ())
+        for kind, _ in private.autocast_state() or ():
+            if kind not in wanted:  # a part in full precision, under a precision that is on around the step
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in wanted.items():
             stack.enter_context(torch.autocast(kind, dtype=dtype))
         switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
         for value, (read, put) in zip((*around.attention, *around.kernels), switches, strict=False):
