@@ -138,11 +138,13 @@ class EagerRun:
     @property
     def gradients(self) -> list[tuple[Tensor, Tensor]] | None:
         """The gradients of an eager step's loss, if they have been computed. They are given once."""
-        found = None if self._live is None else self._live.engine.gradients
-        for parameter in () if found is None else self._step.parameters():
+        if self._live is None or self._live.engine.gradients is None:
+            return None
+        found = [(self.current(leaf), self.current(gradient)) for leaf, gradient in self._live.engine.gradients]
+        for parameter, before in self._live.engine.before:
             if parameter.grad is not None:
-                found.append((parameter, parameter.grad))  # type: ignore[union-attr]
-                parameter.grad = None
+                found.append((parameter, parameter.grad))
+            parameter.grad = before  # of the batches before: Lightning zeroes it, or these are added
         return found
 
     def node(self, token: Tensor) -> Any:

@@ -38,7 +38,8 @@ class Engine:
         inline: runs the Python of a place at once, if no call of the engine waits for it.
         of_loss: called in place of the backward pass of the loss that training_step returned.
         scaled: gives the scaled loss, with which its backward pass begins.
-        parameters: gives the parameters whose gradients are zeroed before this backward pass.
+        parameters: gives the parameters, in whose ``.grad`` are those that this backward pass's Python adds.
+        before: (parameter, its ``.grad``) before this backward pass.
         gradients: (tensor, its gradient) of the returned loss, once they have been computed.
         handles: the handles of hooks on tensors, by place.
         nodes: (token, node of autograd's graph), by ``id`` of the token.
@@ -51,6 +52,7 @@ class Engine:
         self.of_loss: Callable[[], None] | None = None
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss
         self.parameters: Callable[[], Iterable[Tensor]] = tuple
+        self.before: list[tuple[Tensor, Tensor | None]] = []
         self.gradients: list[tuple[Tensor, Tensor]] | None = None
         self.handles: dict[int, Any] = {}
         self.nodes: dict[int, tuple[Tensor, Any]] = {}
@@ -308,7 +310,8 @@ def _of_loss(engine: Engine, loss: Tensor, divisor: int) -> None:
         return
     loss = engine.scaled(loss if divisor == 1 else loss / divisor)
     leaves = leaves_of([loss])
-    for parameter in engine.parameters():
+    engine.before = [(parameter, parameter.grad) for parameter in engine.parameters()]
+    for parameter, _ in engine.before:
         parameter.grad = None
     found = torch.autograd.grad(loss, leaves, allow_unused=True)
     pairs = zip(leaves, found, strict=True)
