@@ -68,7 +68,7 @@ def test_nothing_is_lost(
     make: type[Net], failing: tuple[int, ...], window: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = run(make, "auto", accumulate_grad_batches=window, max_epochs=1)
-    shown, count = TrainingIteration._shown, itertools.count()  # noqa: SLF001 - no CPU kernel fails on purpose
+    shown, count = TrainingIteration._shown, itertools.count()
 
     def fails(self: Any, *args: Any) -> Any:
         if next(count) in failing:
