@@ -1,16 +1,17 @@
-"""Torch's default dtype, which decides what a factory without ``dtype`` makes."""
+"""Torch's default dtype, which decides what a factory without ``dtype`` makes, and autocast, likewise of products."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from lightning_spmd.ir.node_info import info_of
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import NodeInfo, info_of
 
 
 @contextlib.contextmanager
@@ -33,17 +34,40 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def autocast_as(wanted: Iterable[tuple[str, torch.dtype]]) -> Generator[None, None, None]:
+    """Calls inside have autocast for these types of devices, with its dtype, and for no others.
+
+    It is off for parts in full precision, also under a precision that is on around the whole step.
+    """
+    with contextlib.ExitStack() as stack:
+        on = dict(wanted)
+        for kind, _ in private.autocast_state() or ():
+            if kind not in on:
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in on.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
+
+
+@contextlib.contextmanager
+def switches_of(info: NodeInfo) -> Generator[None, None, None]:
+    """Calls inside have the default dtype and the autocast of a recorded call; who knows what it calls itself."""
+    with default_dtype(info.default), autocast_as(info.autocast):
+        yield
+
+
 def as_recorded(node: fx.Node, called: Callable[..., Any]) -> Callable[..., Any]:
-    """What a node calls, under the default that an operator of others was called under.
+    """What a node calls, under the switches that an operator of others was called under.
 
     Args:
         node: of a graph.
         called: its target, or what does the same.
     """
-    dtype = info_of(node).default
-    return called if dtype is torch.float32 else functools.partial(_call, dtype, called)
+    info = info_of(node)
+    return called if info.default is torch.float32 and not info.autocast else functools.partial(_call, info, called)
 
 
-def _call(dtype: torch.dtype, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with default_dtype(dtype):
+def _call(info: NodeInfo, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with switches_of(info):
         return called(*args, **kwargs)

@@ -49,12 +49,14 @@ class NodeInfo:
             computes).
         source: ``file:line`` of the user's code, empty if unknown.
         default: torch's default dtype where an operator of others was called.
+        autocast: device types with autocast there, with its dtype; other operators are recorded below it.
     """
 
     section: Section
     module: str = ""
     source: str = ""
     default: torch.dtype = torch.float32
+    autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import override
 
-from lightning_spmd.ir.default_dtype import default_dtype
+from lightning_spmd.ir.default_dtype import switches_of
 from lightning_spmd.ir.node_info import TensorSpec, info_of, named, tell_place
 
 Dimension = tuple[int, int]
@@ -259,7 +259,7 @@ class SizedInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """One node."""
         try:
-            with default_dtype(info_of(n).default):
+            with switches_of(info_of(n)):
                 return super().run_node(n)
         except Exception as error:
             tell_place(error, named(n))

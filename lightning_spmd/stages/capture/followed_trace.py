@@ -368,9 +368,9 @@ class FollowedTrace:
                 self.recorder.module_path[-1] = note.module
                 if note.reads:
                     self._hand_over(note)
-                self._note, self.recorder.data_sizes.slot = note, 0
+                self._note, self.recorder.data_sizes.slot, self.recorder.autocast = note, 0, note.around.autocast or ()
                 self._values.run(note, self._numbers_of(note))
-                self._note = None
+                self._note, self.recorder.autocast = None, ()
             self._tell(note.depth + 1)
 
     # ------------------------------------------------------------------ the rest of the iteration

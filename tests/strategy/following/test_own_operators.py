@@ -260,3 +260,58 @@ class SwitchedOff(Quiet):
 
 def test_without_gradients_nothing_is_lost_and_it_is_a_graph() -> None:
     assert_compiled(assert_as_eager(SwitchedOff))
+
+
+# ---------------------------------------------------------------------- autocast within their kernels
+@torch.library.custom_op("own_operators::product", mutates_args=())
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return (x @ weight.t()).float()
+
+
+@product.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+product.register_autograd(
+    lambda ctx, g: (g @ ctx.saved_tensors[1], g.t() @ ctx.saved_tensors[0]),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+LIBRARY.define("other_product(Tensor x, Tensor weight) -> Tensor")
+LIBRARY.impl("other_product", lambda x, weight: (x @ weight.t()).float(), "CPU")
+torch.library.register_fake("own_operators::other_product", lambda x, w: x.new_empty(x.shape[0], w.shape[0]))
+
+
+class Product(Quiet):
+    """In float32, of which the kernel makes bfloat16 where autocast is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self.first(x).tanh().float(), self.last.weight) + self.last.bias
+
+
+class WithoutAGradient(Quiet):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            more = torch.ops.own_operators.other_product(self.first(x).tanh().float(), self.last.weight)
+        return super().forward(x) + more
+
+
+class OffAndOn(Product):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.trainer.global_step % 2 == 0):
+            return super().forward(x)
+
+
+class EagerStep(Product):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.clone().data_ptr()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "mode"),
+    [(Product, "compiled"), (WithoutAGradient, "compiled"), (OffAndOn, "compiled"), (EagerStep, "eager")],
+)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_kernels_run_under_the_autocast_of_their_calls(make: type[Quiet], mode: str, precision: Any) -> None:
+    assert_as_eager(make, mode, precision=precision)

@@ -116,6 +116,7 @@ class EagerRun:
         """A call of a step that runs eagerly."""
         step = self._step
         step.memory.sync()
+        step.autocast = private.autocast_state() or ()
         try:
             if self._live is None or not isinstance(func, EngineCall):
                 return func(*args, **kwargs)

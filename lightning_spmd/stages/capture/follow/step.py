@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.default_dtype import autocast_as
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.successors import Replaced, with_successors
@@ -91,6 +92,9 @@ _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _is_torchs(value: Any) -> bool:
     """Whether a function or class is torch's, or ours."""
     return (value.__module__ or "").partition(".")[0] in ("torch", "lightning_spmd")
@@ -116,7 +120,8 @@ class _Below(private.TorchDispatchMode):
         if step.is_eager and step.eager.stale:  # C++ code above holds what placeholders were
             args, kwargs = mapped(step.eager.current, args), mapped(step.eager.current, kwargs)
         if step.is_apart or step.is_eager or func.namespace in ("prim", "profiler"):
-            return func(*args, **kwargs)
+            with self._autocast(func):
+                return func(*args, **kwargs)
         if kwargs.get("device") == _NOWHERE or any(t.is_meta for t in tensors_in((args, kwargs))):
             return func(*args, **kwargs)  # torch asks how large a result is
         before, step.is_below, calls = step.is_below, True, len(step.notes)
@@ -142,7 +147,12 @@ class _Below(private.TorchDispatchMode):
             return func(*mapped(step.eager.current, args), **mapped(step.eager.current, kwargs))
         if func in VIEWED_IN_PLACE:
             return step.becoming.viewed_in_place(func, args, kwargs)
-        return step.called(func, args, kwargs)
+        with self._autocast(func):
+            return step.called(func, args, kwargs)
+
+    def _autocast(self, func: Any) -> contextlib.AbstractContextManager[None]:
+        """Autocast is off in a mode of the dispatcher; torch's own operators are below it already."""
+        return _NOTHING if func.namespace == "aten" or not self._step.autocast else autocast_as(self._step.autocast)
 
 
 class Step(StepState, TorchFunctionMode):
@@ -333,11 +343,11 @@ class Step(StepState, TorchFunctionMode):
         with private.no_torch_functions():
             with self.beside():
                 given = mapped(asking, args), mapped(asking, kwargs)
-            before, self._lent = self._lent, lent
+            before, self._lent, self.autocast = self._lent, lent, private.autocast_state() or ()
             try:
                 out = func(*given[0], **given[1])
             finally:
-                self._lent = before
+                self._lent, self.autocast = before, ()
             if not self.is_eager and any(id(t) not in self.sources for t in tensors_in(out)):
                 self.eagerly(f"results of {getattr(func, '__name__', func)} that the step does not know", again=True)
         return out
@@ -415,6 +425,7 @@ class Step(StepState, TorchFunctionMode):
         if self.reason is not None or self.is_apart:
             if self.memory.is_apart and not self.is_apart:
                 return self.for_good(func, args, kwargs or {})
+            self.autocast = private.autocast_state() or () if self.reason is not None else self.autocast
             return func(*args, **kwargs) if kwargs else func(*args)
         if types and any(map(private.is_another_class, types)):
             return self._of_another_class(func, types, args, kwargs or {})

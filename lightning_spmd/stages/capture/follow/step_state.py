@@ -99,6 +99,7 @@ class StepState:
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
         reads_gradients: ``file:line`` that reads the gradient of a parameter, which is that of the batch before.
         is_below: whether the current call is one inside another, which the dispatcher alone sees.
+        autocast: device types with autocast around a call in which the dispatcher hides it, with its dtype.
         layers: torch's dispatch layers as the user's code finds them.
         functions: the user's Python in backward passes.
         saved: saved-tensor hooks and checkpointed parts.
@@ -137,6 +138,7 @@ class StepState:
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.has_transforms = self.looks_closer = self.is_below = self.runs_again = False
+        self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
         self.applied = set[type]()
         self.reads_gradients: str | None = None
         self.scaled: Callable[[Tensor], Tensor] = lambda loss: loss

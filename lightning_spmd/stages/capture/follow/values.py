@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.default_dtype import default_dtype
+from lightning_spmd.ir.default_dtype import autocast_as, default_dtype
 from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall
 from lightning_spmd.stages.capture.follow.notes import (
@@ -137,12 +137,7 @@ def surroundings(around: Around) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(around.grad))
         stack.enter_context(default_dtype(around.dtype))
-        wanted = dict(around.autocast or ())
-        for kind, _ in private.autocast_state() or ():
-            if kind not in wanted:  # a part in full precision, under a precision that is on around the step
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in wanted.items():
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        stack.enter_context(autocast_as(around.autocast or ()))
         switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
         for value, (read, put) in zip((*around.attention, *around.kernels), switches, strict=False):
             if (before := read()) != value:

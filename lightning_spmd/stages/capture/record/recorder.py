@@ -70,6 +70,7 @@ class Recorder(private.TorchDispatchMode):
         self._forward_info: dict[int, NodeInfo] = {}
         self._draws: dict[bytes, fx.Node] = {}
         self.failing = ""
+        self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
 
     # ------------------------------------------------------------------ values
     def bind(self, tensor: Tensor, node: fx.Node) -> None:
@@ -281,7 +282,8 @@ class Recorder(private.TorchDispatchMode):
         node = self.graph.call_function(func, node_args, node_kwargs)
         node.meta["info"] = self.info()
         if func.namespace != "aten":  # who knows what it makes inside
-            node.meta["info"] = dataclasses.replace(node.meta["info"], default=torch.get_default_dtype())
+            default = torch.get_default_dtype()
+            node.meta["info"] = dataclasses.replace(node.meta["info"], default=default, autocast=self.autocast)
         self._bind_outputs(node, out)
         if key is not None:
             self._draws[key] = node

@@ -18,7 +18,7 @@ from torch import fx
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.aliasing import aliased_argument
-from lightning_spmd.ir.default_dtype import default_dtype
+from lightning_spmd.ir.default_dtype import switches_of
 from lightning_spmd.ir.effects import mentions
 from lightning_spmd.ir.layout import is_plain, row_major
 from lightning_spmd.ir.node_info import SUBJECT, NodeInfo, Section, TensorSpec, info_of
@@ -87,7 +87,7 @@ class LocalProgram:
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Append a call and compute its spec."""
-        with default_dtype(torch.float32 if self.info is None else self.info.default):
+        with switches_of(self.info or NodeInfo(Section.COMMUNICATION)):
             value, fake = self._fakes.result(op, args, kwargs)
         node = self._append(op, args, kwargs, value)
         self._fakes.keep(node, fake)
