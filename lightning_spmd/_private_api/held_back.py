@@ -16,6 +16,7 @@ from torchmetrics import Metric
 METHODS = ("update", "forward", "compute", "reset")
 """Of metrics, that are queued."""
 # What torch asks of every module that it calls or walks through, and no call of a metric changes.
+_SHADOWS = "lightning_spmd.stages.capture.follow.queue"
 _SEEN = (*vars(nn.Module()), "_device", "_dtype", *METHODS)
 
 
@@ -82,7 +83,7 @@ class Misses:
         """Metrics of a class find what is held back, until :meth:`end`: a change of a class is slow."""
         if kind in self._before:
             return
-        compute, find = kind.__hash__, vars(kind).get("__getattr__")
+        compute, state, find = kind.__hash__, kind.__getstate__, vars(kind).get("__getattr__")
 
         def hashed(metric: Any) -> int:
             held = vars(metric)
@@ -94,8 +95,13 @@ class Misses:
                 return own[name]
             return super(kind, metric).__getattr__(name) if find is None else find(metric, name)
 
-        self._before[kind] = [(name, vars(kind).get(name, self)) for name in ("__hash__", "__getattr__")]
-        kind.__hash__, kind.__getattr__ = hashed, missing
+        def copied(metric: Any) -> Any:
+            found = state(metric)  # a shadow in a copy would call the metric that is copied
+            shadows = {name for name in METHODS if getattr(vars(metric).get(name), "__module__", "") == _SHADOWS}
+            return {name: found[name] for name in found if name not in shadows} if shadows else found
+
+        self._before[kind] = [(n, vars(kind).get(n, self)) for n in ("__hash__", "__getstate__", "__getattr__")]
+        kind.__hash__, kind.__getstate__, kind.__getattr__ = hashed, copied, missing
 
     def end(self) -> None:
         """Classes are as they were."""

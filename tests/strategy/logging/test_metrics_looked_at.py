@@ -93,6 +93,22 @@ class Pickled(Looks):
         return float(pickle.loads(pickle.dumps(self.counts)).total)  # noqa: S301 - its own
 
 
+class CopyInUse(Looks):
+    """A copy is a metric of its own, also one that was made before any call."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.before, self.both = copy.deepcopy(self.accuracy), copy.copy(self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+    def look(self, scores: Tensor, target: Tensor) -> Any:
+        self.accuracy.update(scores, target)
+        behind = self.accuracy.clone()
+        for fresh in (self.before, behind, self.both):
+            fresh.reset()
+            fresh(scores.detach(), (target + 1) % 3)
+        return float(behind.compute()) + float(self.before.tp.sum()) + float(self.accuracy.compute())  # type: ignore[arg-type, union-attr, operator]
+
+
 class Counted(Looks):
     def look(self, scores: Tensor, target: Tensor) -> Any:
         return self.counts.update_count + self.counts._update_count + 3 * self.mean.update_called  # noqa: SLF001
@@ -219,7 +235,7 @@ class InHook(Looks):
 
 
 ALL = [
-    State, StateTensor, StateDict, Copied, Cloned, Pickled, Counted, States, Listed, Variables, Dictionary,
+    State, StateTensor, StateDict, Copied, Cloned, Pickled, CopyInUse, Counted, States, Listed, Variables, Dictionary,
     OwnAttributes, MadeByUpdate, Emptied, SetBehind, Merged, OfItsClass, Collected, Wrapped, InAList, InHook,
 ]  # fmt: skip
 

@@ -327,6 +327,7 @@ class Queue:
                     owner[name] = value
 
     def _shadow(self, path: Any, metric: Any) -> None:
+        private.MISSES.tell_of(type(metric))
         for method in METHODS:
             self._put(metric, method, self._metric(path, metric, method))
 
