@@ -68,8 +68,9 @@ def _as_own(name: str) -> Callable[..., Any]:
     return method
 
 
-_OF_CLASSES = {"__class__", "__class_getitem__", "__getattribute__", "__setattr__", "__delattr__", "__init__", "__new__"}
-for _name in set(dir(dict)) - _OF_CLASSES - {"__init_subclass__", "__subclasshook__", "__hash__", "__doc__"}:
+_OF_OBJECTS = {"__doc__", "__hash__", "__setattr__", "__delattr__", "__getattribute__", "__class_getitem__"}
+_OF_OBJECTS |= {"__class__", "__new__", "__init__", "__init_subclass__", "__subclasshook__"}
+for _name in set(dir(dict)) - _OF_OBJECTS:
     setattr(HeldBack, _name, _as_own(_name))
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
-from tests.helpers.ranks import RankPool
-from tests.helpers.training import Result
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import Result, deviation
 from tests.strategy.small import Net, Quiet, assert_as_eager, run
 
 
@@ -90,7 +93,7 @@ class Cloned(Looks):
 
 class Pickled(Looks):
     def look(self, scores: Tensor, target: Tensor) -> Any:
-        return float(pickle.loads(pickle.dumps(self.counts)).total)  # noqa: S301 - its own
+        return float(pickle.loads(pickle.dumps(self.counts)).total)
 
 
 class CopyInUse(Looks):
@@ -111,7 +114,7 @@ class CopyInUse(Looks):
 
 class Counted(Looks):
     def look(self, scores: Tensor, target: Tensor) -> Any:
-        return self.counts.update_count + self.counts._update_count + 3 * self.mean.update_called  # noqa: SLF001
+        return self.counts.update_count + self.counts._update_count + 3 * self.mean.update_called
 
 
 class States(Looks):
@@ -207,7 +210,7 @@ class Wrapped(Looks):
         self.classes.update(scores, target)
         self.range.update(scores.detach())
         tp = self.classes.tp.sum().item()  # type: ignore[union-attr, operator]
-        return tp + float(self.range._base_metric.mean_value) + self.classes.update_count  # noqa: SLF001
+        return tp + float(self.range._base_metric.mean_value) + self.classes.update_count
 
 
 class InAList(Looks):
@@ -243,3 +246,83 @@ ALL = [
 @pytest.mark.parametrize("make", ALL)
 def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
     assert_as_eager(make)
+
+
+class Mistaken(Looks):
+    """Accuracy is given too many classes; the step's own ``except`` is over when that is found."""
+
+    def look(self, scores: Tensor, target: Tensor) -> Any:
+        with contextlib.suppress(Exception):
+            self.accuracy.update(torch.cat([scores, scores], 1), target)
+        return 0.0
+
+
+class LoggedTwice(Looks):
+    def look(self, scores: Tensor, target: Tensor) -> Any:
+        self.log("twice", scores.mean())
+        self.log("twice", scores.mean(), on_step=False, on_epoch=True)
+        return 0.0
+
+
+@pytest.mark.parametrize(("make", "call"), [(Mistaken, "accuracy.update(...)"), (LoggedTwice, "self.log('twice')")])
+def test_the_error_of_a_queued_call_names_it(make: type[Net], call: str) -> None:
+    with pytest.raises((ValueError, MisconfigurationException)) as raised:
+        run(make)
+    assert any(f"raised by {call} in the step" in note for note in raised.value.__notes__)
+
+
+class Watched(Quiet):
+    """It keeps what it sees in a step, and what is there when the step is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts, self.mean = Counts(), torchmetrics.MeanMetric()
+        self.seen, self.there = list[Any](), list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scores, loss = self(batch[0]), self.loss(batch)
+        self.counts.update(scores, batch[1])
+        self.mean(loss)
+        self.log("counts", self.counts, on_step=False, on_epoch=True)
+        self.look()
+        return loss
+
+    def look(self) -> None:
+        self.seen.append(self.state())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.there.append(self.state())
+
+    def state(self) -> Any:
+        own, mean = vars(self.counts), self.mean
+        kept = [one.item() for one in own["kept"]]
+        return own["total"].item(), kept, own["seen"]["rows"], self.counts.update_count, mean.update_count
+
+
+class NotLookedAt(Watched):
+    def look(self) -> None:
+        self.seen.append(None)
+
+
+def _on_ranks(make: type[Watched], settings: Any) -> tuple[list[Any], list[Any], Result]:
+    L.seed_everything(11)
+    module = make()
+    result = run(lambda: module, settings, 2, max_epochs=2)
+    return module.seen, module.there, result
+
+
+def test_ranks_see_what_a_step_leaves_in_their_metrics(two_ranks: RankPool) -> None:
+    """Of its own rows each, as without a look; the step is eager."""
+    ours, theirs = (two_ranks.run(_on_ranks, make, "spmd") for make in (Watched, NotLookedAt))
+    for (seen, there, result), (_, left, graphs) in zip(ours, theirs, strict=True):
+        assert seen == there
+        assert graphs.mode == "compiled"
+        assert [row[2:] for row in there] == [row[2:] for row in left]
+        torch.testing.assert_close([row[:2] for row in there], [row[:2] for row in left])
+        assert deviation(result, graphs).weights <= 1e-4
+    assert any("metric 'counts' is looked at behind a call of it" in told for told in ours[0][-1].warnings)
+
+
+def test_ranks_with_parts_of_the_weights_are_told_the_line(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"metric 'counts' is looked at behind a call of it \(.*looked_at\.py:\d+\)"):
+        two_ranks.run(_on_ranks, Watched, {"data_parallel": "zero3"})
