@@ -85,6 +85,7 @@ from lightning_spmd._private_api.grad_scaler import (
     takes_found_inf,
     unscale_parts,
 )
+from lightning_spmd._private_api.held_back import METHODS, MISSES, HeldBack
 from lightning_spmd._private_api.inductor_names import (
     compile_with_inductor,
     compiler_settings,

@@ -23,6 +23,8 @@ from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric, MetricCollection
 
+from lightning_spmd._private_api.held_back import MISSES
+
 _vmap = sys.modules["torch._functorch.vmap"] if callable(_vmap_package) else _vmap_package
 _KINDS = ("cpu", "cuda")
 # What looks at a call of torch must not see its own calls; without it a fence would meet itself.
@@ -215,12 +217,17 @@ class UnseenCalls:
             return self._step
         return None
 
+    def is_here(self) -> bool:
+        """Whether what runs now belongs to a step."""
+        return self._of_step() is not None
+
     def end(self) -> None:
         """The step is over."""
         self._step = self._saved = None
 
     def leave(self) -> None:
         """End the run and restore torch's functions, except those that other code has replaced meanwhile."""
+        MISSES.end()
         before, self._before = self._before, []
         for (owner, name, replacement), value in zip(self._places, before, strict=False):
             if vars(owner).get(name) is replacement:

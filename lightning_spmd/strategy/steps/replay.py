@@ -66,21 +66,31 @@ def replay(
     results: list[Any] = []
     log = log or functools.partial(log_global, rows=rows)
     for call in calls:
-        target: Any = module.get_submodule(call.target) if isinstance(call.target, str) else call.target
-        args = resolve(call.args, outputs, leaves, results)
-        kwargs = resolve(call.kwargs, outputs, leaves, results)
-        if is_global and call.method == "log":
-            results.append(log(target, args, kwargs))
-        elif is_global and call.method == "log_dict":
-            said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
-            for name, value in said.pop("dictionary").items():
-                log(target, (name, value), said)
-            results.append(None)
-        elif is_global and call.method == "forward":
-            results.append(_forward_with_sync(target, args, kwargs))
-        else:
-            results.append(getattr(target, call.method)(*args, **kwargs))
+        try:
+            target: Any = module.get_submodule(call.target) if isinstance(call.target, str) else call.target
+            args = resolve(call.args, outputs, leaves, results)
+            kwargs = resolve(call.kwargs, outputs, leaves, results)
+            if is_global and call.method == "log":
+                results.append(log(target, args, kwargs))
+            elif is_global and call.method == "log_dict":
+                said = {**dict(zip(_LOG_DICT_ARGUMENTS, args, strict=False)), **kwargs}
+                for name, value in said.pop("dictionary").items():
+                    log(target, (name, value), said)
+                results.append(None)
+            elif is_global and call.method == "forward":
+                results.append(_forward_with_sync(target, args, kwargs))
+            else:
+                results.append(getattr(target, call.method)(*args, **kwargs))
+        except Exception as error:  # the step's own ``try`` is over
+            error.add_note(f"raised by {_in_words(call)} in the step, a call that is made when the graph has run")
+            raise
     return results
+
+
+def _in_words(call: RecordedCall) -> str:
+    owner = call.target if isinstance(call.target, str) else type(call.target).__name__
+    told = repr(call.args[0]) if call.method == "log" and call.args else "..."
+    return f"{owner or 'self'}.{call.method}({told})"
 
 
 _LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +25,7 @@ from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, reference_to
 from lightning_spmd.stages.capture.user_code import user_location
 
-METHODS = ("update", "forward", "compute", "reset")
-"""Of metrics."""
+METHODS = private.METHODS
 _OPERATORS = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "rpow", "floordiv", "rfloordiv", "mod",
     "rmod", "matmul", "rmatmul", "neg", "abs", "round", "lt", "le", "gt", "ge", "eq", "ne", "getitem", "len", "iter",
@@ -122,6 +122,7 @@ class Shadows:
 
     def __init__(self, root: nn.Module) -> None:
         self.computing: list[Any] = []
+        self._parts: dict[int, list[Any]] = {}
         self.metrics: list[tuple[Any, Any]] = []
         self.modules: list[tuple[str, Any]] = []
         for path, part in root.named_modules():
@@ -135,10 +136,16 @@ class Shadows:
                 inside = [m for m in _in_containers(part) if id(m) not in known]
                 known |= set(map(id, inside))
                 self.metrics += [(m, m) for m in inside]
+        self._parts = {id(metric): _with_states(metric) for _, metric in self.metrics}
 
     def computes(self, metric: Any) -> None:
         """The step computes with the result of a metric."""
         self.computing += _parts_of(metric)
+
+    def with_states(self, metric: Any) -> list[Any]:
+        """The metric and those of which it is made, as far as they have something that its calls change."""
+        found = self._parts.get(id(metric))  # one that the step has made is not known
+        return _with_states(metric) if found is None else found
 
 
 class MetricResults(MetricResult, Mapping[str, MetricResult]):  # type: ignore[misc]
@@ -292,6 +299,7 @@ class Queue:
         """Positions of calls that give the value of a batch."""
         self._shadows, self._want, self._run_for_good = shadows, want, run_for_good
         self._before: list[tuple[Any, str, Any]] = []
+        self._held: list[private.HeldBack] = []
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -310,6 +318,7 @@ class Queue:
             yield
         finally:
             private.UNSEEN.on_metric = None
+            self._give_back()
             while self._before:
                 owner, name, value = self._before.pop()
                 if value is _ABSENT:
@@ -318,6 +327,7 @@ class Queue:
                     owner[name] = value
 
     def _shadow(self, path: Any, metric: Any) -> None:
+        private.MISSES.tell_of(type(metric))
         for method in METHODS:
             self._put(metric, method, self._metric(path, metric, method))
 
@@ -331,8 +341,41 @@ class Queue:
         self._before.append((attributes, name, attributes.get(name, _ABSENT)))
         attributes[name] = replacement
 
+    def _hold_back(self, name: str, metric: Any) -> None:
+        """What the queued call of a metric changes is as it was: whoever looks at it is a reader of the step."""
+        for part in self._shadows.with_states(metric):
+            if type(vars(part)) is not private.HeldBack:
+                private.MISSES.tell_of(type(part))
+                self._held.append(private.HeldBack(part, functools.partial(self._looked_at, name, metric)))
+
+    def _looked_at(self, name: str, metric: Any) -> None:
+        if not private.UNSEEN.is_here():  # another thread is at no place of the step
+            return
+        self._give_back()
+        if not self.has_ranks:
+            self._shadows.computes(metric)
+        self._run_for_good(f"metric {name!r} is looked at behind a call of it")
+
+    def _give_back(self) -> None:
+        held, self._held = self._held, []
+        for one in held:
+            one.give_back()
+
+    @contextlib.contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Inside, metrics are looked at as they were before the queued calls."""
+        held = self._held
+        for one in held:
+            one.give_back()
+        try:
+            yield
+        finally:
+            for one in held if self._held is held else ():  # else the step runs eagerly
+                one.hold()
+
     def close(self) -> list[RecordedCall]:
         """Stop queueing. Returns the queued calls."""
+        self._give_back()
         self.is_open, calls, self.calls = False, self.calls, []
         return calls
 
@@ -422,13 +465,16 @@ class Queue:
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             if isinstance(dictionary, MetricResult) and self.is_open:  # with the names that it will have
                 self.record(path, "log_dict", OutputRole.LOGGED, (dictionary, *args), kwargs)
-            else:
-                type(module).log_dict(module, known(dictionary), *args, **kwargs)
+                return
+            dictionary = known(dictionary)
+            with self._unseen():  # it has its metrics logged one by one
+                type(module).log_dict(module, dictionary, *args, **kwargs)
 
         return log_dict
 
     def _metric(self, path: Any, metric: Any, method: str) -> Callable[..., Any]:
         own = getattr(metric, method)
+        name = path if isinstance(path, str) else type(metric).__name__
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if not self.is_open:
@@ -439,6 +485,7 @@ class Queue:
                     return found
                 return _of_this_batch(metric, *given, syncs=False)  # which the step may compute with
             position = self.record(path, method, OutputRole.METRIC_INPUT, args, kwargs)
+            self._hold_back(name, metric)
             if method not in ("forward", "compute"):
                 return None
             grad, is_of_batch = torch.is_grad_enabled(), method == "forward"
@@ -449,18 +496,19 @@ class Queue:
 
             def now() -> Any:
                 # on one device the parts of one draw random numbers, as eager's do, once
-                if is_of_batch and (self.has_ranks or not _has_parts(metric)):
-                    with torch.set_grad_enabled(grad):
-                        return _of_this_batch(metric, args, kwargs, syncs=self.is_own)
-                if not self.has_ranks:
-                    self._shadows.computes(metric)
-                name = path if isinstance(path, str) else type(metric).__name__
+                with self._unseen():
+                    if is_of_batch and (self.has_ranks or not _has_parts(metric)):
+                        with torch.set_grad_enabled(grad):
+                            return _of_this_batch(metric, args, kwargs, syncs=self.is_own)
+                    if not self.has_ranks:
+                        self._shadows.computes(metric)
                 value = "the value" if is_of_batch else "what compute() gives, not the batch's value,"
                 self._run_for_good(f"{value} of metric {name!r} is used in the step")
                 return None
 
             if isinstance(metric, MetricCollection):
-                names, are_all = map(str, metric.keys(keep_base=False)), not _names_its_own(metric.children())
+                with self._unseen():
+                    names, are_all = map(str, metric.keys(keep_base=False)), not _names_its_own(metric.children())
                 self._results.append(MetricResults(CallRef(position), now, names, self._result, are_all=are_all))
                 return self._results[-1]
             return self._result(CallRef(position), now)
@@ -556,6 +604,11 @@ def _is_metric(value: Any) -> bool:
 def _parts_of(metric: Metric | MetricCollection) -> list[Any]:
     """The metric, and those of which it is made."""
     return [metric, *(part for part in metric.modules() if part is not metric), *_in_containers(metric)]
+
+
+def _with_states(metric: Any) -> list[Any]:
+    # a collection itself has none, and the step may walk through it
+    return [part for part in _parts_of(metric) if _is_metric(part) and type(part) is not MetricCollection]
 
 
 def _has_parts(metric: Any) -> bool:
