@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -41,9 +40,4 @@ def as_recorded(node: fx.Node, called: Callable[..., Any]) -> Callable[..., Any]
         called: its target, or what does the same.
     """
     dtype = info_of(node).default
-    return called if dtype is torch.float32 else functools.partial(_call, dtype, called)
-
-
-def _call(dtype: torch.dtype, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with default_dtype(dtype):
-        return called(*args, **kwargs)
+    return called if dtype is torch.float32 else default_dtype(dtype)(called)

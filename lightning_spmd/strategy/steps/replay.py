@@ -21,6 +21,7 @@ from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.batch.own_batch import LOG_ARGUMENTS
 from lightning_spmd.stages.capture.follow.queue import named_value
 
 
@@ -83,7 +84,6 @@ def replay(
     return results
 
 
-_LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 _LOG_DICT_ARGUMENTS = tuple(inspect.signature(LightningModule.log_dict).parameters)[1:]
 
 
@@ -92,13 +92,13 @@ def log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows:
 
     Without ``sync_dist`` Lightning would recommend it, at every epoch's end.
     """
-    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    said = {**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs}
     is_metric = isinstance(said["value"], Metric)
     said["sync_dist"] = not is_metric and isinstance(said.get("reduce_fx", "mean"), str)
     if said.get("batch_size") is None and rows is not None:
         said["batch_size"] = rows
     attributes = vars(module.trainer.strategy)
-    attributes["reduce"] = _already_global
+    attributes["reduce"] = lambda value, *_, **__: value
     try:
         type(module).log(module, **said)
     finally:
@@ -115,7 +115,7 @@ def log_of_rank(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows
         rows: of this rank's batch, if it has a number of rows.
         batches: number of ranks with batches of their own.
     """
-    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    said = {**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs}
     operation = said.get("reduce_fx", "mean")
     weight: Any = said.get("batch_size") or rows
     total = None if weight is None else weight * batches
@@ -180,10 +180,6 @@ class StepsInGraphs:
         finally:
             for owner in owners:
                 del owner.__dict__["log"]
-
-
-def _already_global(value: Any, *_: Any, **__: Any) -> Any:
-    return value
 
 
 def _forward_with_sync(metric: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
