@@ -341,7 +341,7 @@ class Recorder:
         if own:
             raise CannotBeFollowed(f"in the backward pass of {note.name} runs Python that no graph sees")
         if any(map(private.is_of_extension, nodes)):
-            places = [*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))]
+            places = leaves_by_place((note.args, note.kwargs))
             note.plain.update(place for place, leaf in places if type(leaf) in (int, float))
 
     def complete(self, note: Note, known: int) -> None:
