@@ -174,7 +174,7 @@ class Functions:
     def hook_node(self, operator: Operator, name: str, function: Callable[..., Any]) -> Any:
         """``register_hook`` or ``register_prehook`` of a node."""
         gone = operator.token is None
-        if gone or operator.node.name() == "torch::autograd::AccumulateGrad" or self._step.is_eager:  # no graph is there
+        if gone or operator.node.name() == "torch::autograd::AccumulateGrad" or self._step.is_eager:
             return getattr(self.real(operator, name), name)(function)
         place = self.placed(lambda *gradients: (function(*gradients),))
         self.call(HOOK_NODE, (place, operator.token, operator.path, name), {})
