@@ -545,7 +545,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_recurrent_layers_on_two_ranks_equal_one_device",
         "test_logged_values_are_global_and_lightning_recommends_no_sync",
     ),
-    "tests/strategy/runs/test_support_matrix.py": ("test_the_document_is_generated_from_the_table_that_decides",),
 }
 """By file, what the ids of such rows contain."""
 

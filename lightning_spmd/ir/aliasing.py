@@ -167,14 +167,11 @@ def storage_regions(graph: fx.Graph) -> dict[fx.Node, Region]:
     for node in graph.nodes:
         source = aliased_argument(node)
         root, piece = (node, None) if source is None else regions[source]
-        if piece is None and node.target is operator.getitem and _is_disjoint(node.args[0]):
+        parent = node.args[0] if piece is None and node.target is operator.getitem else None
+        if isinstance(parent, fx.Node) and parent.target in _DISJOINT:
             piece = node
         regions[node] = (root, piece)
     return regions
-
-
-def _is_disjoint(parent: Any) -> bool:
-    return isinstance(parent, fx.Node) and parent.target in _DISJOINT
 
 
 def overlapping(one: fx.Node | None, other: fx.Node | None) -> bool:

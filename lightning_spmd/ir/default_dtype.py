@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
@@ -65,9 +64,4 @@ def as_recorded(node: fx.Node, called: Callable[..., Any]) -> Callable[..., Any]
         called: its target, or what does the same.
     """
     info = info_of(node)
-    return called if info.default is torch.float32 and not info.autocast else functools.partial(_call, info, called)
-
-
-def _call(info: NodeInfo, called: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with switches_of(info):
-        return called(*args, **kwargs)
+    return called if info.default is torch.float32 and not info.autocast else switches_of(info)(called)

@@ -12,8 +12,8 @@ from lightning_spmd._private_api import OpOverload, draws
 from lightning_spmd.ir.aliasing import Region, WritesSoFar, written_arguments
 from lightning_spmd.ir.placement import Chunk, Shard
 from lightning_spmd.ir.steps import ShardedStep
+from lightning_spmd.ir.verify import STAMP
 
-_COUNTS = "write_counts"  # what verify.stamp_writes leaves in node.meta
 _PLAIN_NAMESPACES = frozenset({"aten", "prims"})
 
 
@@ -129,7 +129,7 @@ def replace_reads(old: fx.Node, new: fx.Node, shift: int = 0, *, keep_output: bo
 
 def counts_of(node: fx.Node) -> dict[fx.Node, int]:
     """By operand, how many writes its storage must have seen from the operand to ``node``; empty if unknown."""
-    counts = node.meta.get(_COUNTS)
+    counts = node.meta.get(STAMP)
     operands = node.all_input_nodes
     return {} if counts is None or len(counts) != len(operands) else dict(zip(operands, counts, strict=True))
 
@@ -138,6 +138,6 @@ def set_counts(node: fx.Node, counts: Mapping[fx.Node, int]) -> None:
     """Store the result of :func:`counts_of` after operands or counts have changed."""
     operands = node.all_input_nodes
     if all(o in counts for o in operands):
-        node.meta[_COUNTS] = tuple(counts[o] for o in operands)
+        node.meta[STAMP] = tuple(counts[o] for o in operands)
     else:
-        node.meta.pop(_COUNTS, None)
+        node.meta.pop(STAMP, None)

@@ -100,9 +100,5 @@ def rebuilt(step: CapturedStep, change: Callable[[Any], Any], *, marked: bool = 
         step,
         graph_module=private.GraphModule(step.graph_module, graph),
         signature=Signature(inputs, outputs),
-        returned=_tree(change, step.returned),
+        returned=map_leaves(lambda _, leaf: change(leaf), step.returned),
     )
-
-
-def _tree(change: Callable[[Any], Any], tree: Any) -> Any:
-    return map_leaves(lambda _, leaf: change(leaf), tree)

@@ -89,11 +89,6 @@ def remember(key: Any, value: Any) -> None:
     _results[key] = value
 
 
-def forget() -> None:
-    """Forget everything, as in a new process."""
-    _results.clear()
-
-
 def _is_mask(seen: Any) -> bool:
     return isinstance(seen, TensorSpec) and seen.dtype in _MASKS
 

@@ -69,21 +69,13 @@ def _parts(value: Any) -> dict[Any, Any] | None:
         return {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
     if isinstance(value, FunctionType):
         cells: Sequence[CellType] = value.__closure__ or ()
-        inside = [cell.cell_contents for cell in cells if not _is_empty(cell)]
+        inside = [cell.cell_contents for cell in cells if cell != CellType()]
         return {"code": value.__code__, "defaults": value.__defaults__, "closure": inside}
     if isinstance(value, functools.partial):
         return {"function": value.func, "args": value.args, "keywords": value.keywords}
     if isinstance(value, MethodType):
         return {"function": value.__func__, "owner": value.__self__}
     return None
-
-
-def _is_empty(cell: CellType) -> bool:
-    try:
-        _ = cell.cell_contents
-    except ValueError:
-        return True
-    return False
 
 
 def _same_leaf(one: Any, other: Any, same: Callable[[Any, Any], bool]) -> bool:

@@ -32,9 +32,6 @@ class SeveralOptimizers(Optimizer):
         """The state of all."""
         return _States(self)
 
-    def __repr__(self) -> str:
-        return f"SeveralOptimizers({', '.join(type(part).__name__ for part in self.parts)})"
-
 
 class _States(Mapping[Tensor, Any]):
     """State by parameter, each in its optimizer."""

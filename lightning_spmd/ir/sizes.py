@@ -60,8 +60,8 @@ class Formula:
         return set(map(int, _SIZE.findall(self.code)))
 
 
-class Size(int):
-    """An integer of a graph that follows from the sizes of the batch.
+class _Sized:
+    """A number of a graph that follows from the sizes of the batch.
 
     Args:
         value: for the sizes with which the graph was made.
@@ -72,24 +72,19 @@ class Size(int):
     formula: Formula
     sizes: Sizes
 
-    def __new__(cls, value: int, formula: Formula, sizes: Sizes) -> Size:
-        """The integer."""
-        made = super().__new__(cls, value)
+    def __new__(cls, value: Any, formula: Formula, sizes: Sizes) -> Any:
+        """The number."""
+        made: Any = super().__new__(cls, value)  # type: ignore[call-arg]
         made.formula, made.sizes = formula, sizes
         return made
 
 
-class SizeFloat(float):
-    """A float that follows from the sizes of the batch; arguments as for :class:`Size`."""
+class Size(_Sized, int):
+    """An integer of that kind."""
 
-    formula: Formula
-    sizes: Sizes
 
-    def __new__(cls, value: float, formula: Formula, sizes: Sizes) -> SizeFloat:
-        """The float."""
-        made = super().__new__(cls, value)
-        made.formula, made.sizes = formula, sizes
-        return made
+class SizeFloat(_Sized, float):
+    """A float of that kind."""
 
 
 def sized(value: int | float, formula: Formula, sizes: Sizes) -> Size | SizeFloat:
@@ -218,7 +213,7 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
         return function(value)
     if isinstance(value, (list, tuple)):
         entries = cast(Sequence[Any], value)
-        if not any(_may_hold(entry) for entry in entries):
+        if not any(isinstance(e, (Size, SizeFloat, list, tuple, dict, slice, TensorSpec)) for e in entries):
             return value
         new = [mapped(function, entry) for entry in entries]
         return type(value)(*new) if hasattr(value, "_fields") else new if isinstance(value, list) else tuple(new)
@@ -230,10 +225,6 @@ def mapped(function: Callable[[Any], Any], value: Any) -> Any:
         shape, stride = mapped(function, value.shape), mapped(function, value.stride)
         return TensorSpec(shape, stride, value.dtype, value.device)
     return value
-
-
-def _may_hold(value: object) -> bool:
-    return isinstance(value, (Size, SizeFloat, list, tuple, dict, slice, TensorSpec))
 
 
 def has_sizes(graph: fx.Graph) -> bool:

@@ -180,7 +180,6 @@ class _CapturingStrategy(SPMDStrategy):
         """There is nothing to move back."""
         if self.lightning_module is not None:
             self._training.end()
-            self._evaluation.end(self.lightning_module.trainer)
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

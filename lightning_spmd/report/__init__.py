@@ -2,5 +2,5 @@
 
 ``measure``          trains under several strategies in turn; ``sides``: the strategies; ``peak_memory``
 ``compare_table``    the table of ``lightning-spmd compare``
-``support_matrix``   generates ``docs/support_matrix.md``; ``pass_docs``: the table in ``docs/passes.md``
+``pass_docs``        the table in ``docs/passes.md``
 """

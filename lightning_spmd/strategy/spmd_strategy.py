@@ -26,7 +26,7 @@ from lightning_spmd.parallel.axes import ParallelOptions
 from lightning_spmd.parallel.parallel_plan import check_data_parallel
 from lightning_spmd.stages.capture.optimizer.bf16_updates import KINDS
 from lightning_spmd.strategy.checkpoints.saving import SavingStrategy
-from lightning_spmd.strategy.checkpoints.whole_steps import save_as_ever, save_only_whole
+from lightning_spmd.strategy.checkpoints.whole_steps import OnlyWhole, save_as_ever
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, GraphSettings
 from lightning_spmd.strategy.options import (
     check_offload,
@@ -38,13 +38,13 @@ from lightning_spmd.strategy.options import (
     checked_options,
 )
 from lightning_spmd.strategy.ranks.alike import check_same_tensors
-from lightning_spmd.strategy.ranks.places import leave_borders, meet_at_borders
+from lightning_spmd.strategy.ranks.places import Borders, meet_at_borders
 from lightning_spmd.strategy.ranks.ranks import Ranks
-from lightning_spmd.strategy.ranks.requeue import begin_requests, end_requests
+from lightning_spmd.strategy.ranks.requeue import Requeue, begin_requests
 from lightning_spmd.strategy.state.layer_sharing import ExpertSharing, LayerSharing
 from lightning_spmd.strategy.state.memory import begin_alike, check_initialized
 from lightning_spmd.strategy.state.replaced_tensors import moving
-from lightning_spmd.strategy.steps.evaluating import Evaluation
+from lightning_spmd.strategy.steps.evaluating import Evaluation, FinishTurns
 from lightning_spmd.strategy.steps.evaluation import EvaluationSteps
 from lightning_spmd.strategy.steps.own_batches import BATCH_MODES
 from lightning_spmd.strategy.steps.replay import StepsInGraphs
@@ -248,7 +248,8 @@ class SPMDStrategy(SavingStrategy):
         self._training.forget()
         if trainer.state.fn == TrainerFn.FITTING:
             in_parts = lambda: self._layout.plan.needs_graphs or self._layout.save_distributed  # noqa: E731
-            save_only_whole(trainer, lambda: self._training.iteration, alone=self.is_distributed, in_parts=in_parts)
+            only = OnlyWhole(lambda: self._training.iteration, alone=self.is_distributed, in_parts=in_parts)
+            trainer.callbacks.insert(0, only)
         meet_at_borders(trainer, self._ranks.control)
         self._folder_locks.begin(trainer, self._ranks.control)
         self.requests, self._requeue = begin_requests(trainer, self._ranks.control, self._random)
@@ -277,14 +278,15 @@ class SPMDStrategy(SavingStrategy):
         module = self.lightning_module
         if module is not None and private.is_attached(module):
             trainer: Any = module.trainer
-            trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishPendingWork)]
-            leave_borders(trainer)
+            own = (FinishPendingWork, FinishTurns, Borders, OnlyWhole, Requeue)
+            trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, own)]
+            private.stop_signal_sent_by_lightning(trainer, True)
             save_as_ever(trainer)
-            end_requests(trainer)
+            for name in ("on_advance_end", "on_run_start"):
+                private.around_training_loop(trainer, name, None)
             self._resumed = None
             self._random.end_run()
             self._training.end()
-            self._evaluation.end(trainer)
             self._wholes.take_away()
         # Lightning moves the module to the host; one still on the meta device cannot go, and the error that kept
         # it there is on its way to the user

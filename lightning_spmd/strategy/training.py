@@ -155,7 +155,9 @@ class Training:
         if self.mode is Mode.EAGER:
             return
         overlaps, streams = self._overlapping.choose(module, self.mode), self._random.streams
-        settings, optimizer = self._settings, _as_one(trainer.optimizers, module)
+        settings, optimizers = self._settings, trainer.optimizers
+        # what graphs take for the optimizer; of a module that optimizes manually, all of them
+        optimizer = optimizers[0] if module.automatic_optimization else SeveralOptimizers(optimizers)
         self.iteration = TrainingIteration(
             RunContext(
                 settings,
@@ -611,11 +613,6 @@ class Training:
         if self._steps_eagerly:
             scaler.step(optimizer)
         scaler.update()
-
-
-def _as_one(optimizers: Sequence[Optimizer], module: Any) -> Optimizer:
-    """What graphs take for the optimizer; of a module that optimizes manually, all of them."""
-    return optimizers[0] if module.automatic_optimization else SeveralOptimizers(optimizers)
 
 
 def _replaced_steps(optimizers: Sequence[Any]) -> list[bool]:

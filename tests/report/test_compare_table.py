@@ -10,7 +10,6 @@ from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.report.compare_table import Comparison
 from lightning_spmd.report.measure import Amount, SideResult
 from lightning_spmd.report.sides import NAMES, side_of, spmd_side
-from lightning_spmd.report.support_matrix import support_matrix
 from lightning_spmd.strategy.spmd_strategy import SPMDStrategy
 
 
@@ -102,11 +101,3 @@ def test_a_wrong_side_is_named(name: str, message: str) -> None:
         ConfigurationError, match="SPMDStrategy has no option 'bucket'; .*Did you mean 'bucket_size_mb'"
     ):
         spmd_side("ours", {"bucket": 3})
-
-
-def test_the_support_matrix_is_a_table_of_unique_rows() -> None:
-    rows = [line for line in support_matrix().splitlines() if line.startswith("|")]
-    assert len(rows) > 20
-    assert len({row.count("|") for row in rows}) == 1
-    names = [row.split("|")[1].strip() for row in rows[2:]]
-    assert len(set(names)) == len(names)

@@ -247,14 +247,7 @@ def _forward_shapes(
 
 
 def _backward_shapes(
-    grads: Sequence[Tensor | None],
-    input: Tensor,
-    lengths: Tensor,
-    hx: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    reserve: Tensor,
-    wanted: Sequence[bool],
-    *settings: Any,
+    _: Any, input: Tensor, __: Any, hx: Sequence[Tensor], weights: Sequence[Tensor], ___: Any, wanted: Any, *____: Any
 ) -> list[Tensor]:
     tensors = [input, *hx, *weights]
     return [t.new_empty(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]

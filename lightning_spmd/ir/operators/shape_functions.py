@@ -122,7 +122,7 @@ def like_first(_: Any, x: Tensor, *__: Any, **___: Any) -> Tensor:
     return torch.empty_like(x, memory_format=private.suggested_memory_format(x))
 
 
-def like_second(op: Any, _: Any, x: Tensor, *__: Any) -> Tensor:
+def like_second(op: Any, _: Any, x: Tensor, *__: Any, **___: Any) -> Tensor:
     """A tensor like the second one, in its memory format."""
     return like_first(op, x)
 
@@ -156,11 +156,6 @@ def ctc_losses(
     rows = len(lengths)
     table = (rows, scores.shape[0], 2 * max(target_lengths, default=0) + 1)
     return scores.new_empty(rows), scores.new_empty(table)
-
-
-def of_scores(_: Any, __: Tensor, scores: Tensor, *___: Any, **____: Any) -> Tensor:
-    """A tensor of the shape of the second one."""
-    return scores.new_empty(scores.shape)
 
 
 def put(op: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *others: Any, **more: Any) -> Any:
@@ -234,7 +229,7 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "_grouped_mm": grouped_product,
         "_cudnn_rnn": recurrent,
         "_ctc_loss": ctc_losses,
-        "_ctc_loss_backward": of_scores,
+        "_ctc_loss_backward": like_second,
         "_cudnn_rnn_backward": recurrent_backward,
         "_log_softmax_backward_data": contiguous,
         "_pin_memory": like_first,

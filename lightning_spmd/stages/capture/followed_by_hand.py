@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -13,7 +12,8 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.aliasing import written_arguments
 from lightning_spmd.ir.node_info import Section, info_of
 from lightning_spmd.ir.signature import InputRole
-from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
+from lightning_spmd.stages.capture.follow.worlds import Update
+from lightning_spmd.stages.capture.optimizer.accumulation import BackwardPass, gradients_behind
 from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import OptimizerSwap
 from lightning_spmd.stages.capture.record.around_trace import explained
@@ -38,47 +38,29 @@ class InGraph:
         self.swaps, self.stepped = swaps, set[int]()
         self._recorder = recorder
 
-    def backward(
-        self,
-        roots: tuple[Tensor, ...],
-        weights: Any,
-        leaves: list[Tensor],
-        held: Sequence[Tensor | None],
-        retain: bool,
-        create: bool,
-        named: bool,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardPass) -> tuple[Tensor | None, ...]:
         """As in every world."""
         with in_section(self._recorder, Section.BACKWARD):
-            taken = self._recorder.storages()
-            found = gradients_behind(roots, weights, leaves, held, taken, retain=retain, create=create)
-        self._note(held)
+            found = gradients_behind(call, self._recorder.storages())
+        self._note(call.held)
         self._note(found)
         return found
 
-    def step(
-        self,
-        number: int,
-        parameters: list[Tensor],
-        gradients: Sequence[Tensor | None],
-        settings: list[dict[str, Any]],
-        evaluated: Sequence[Tensor | None],
-    ) -> None:
+    def step(self, number: int, update: Update) -> None:
         """As in every world."""
         if not self.swaps:
             raise CaptureError("an optimizer steps in a step that optimizes automatically")
         swap = self.swaps[number]
-        swap.set(settings)
+        swap.set(update.settings)
         self.stepped.add(number)
-        self._note(gradients)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        self._note(update.gradients)
+        for parameter, gradient in zip(update.parameters, update.gradients, strict=True):
             parameter.grad = gradient
         name = f"{type(swap.optimizer).__name__}.step"
         with in_section(self._recorder, Section.OPTIMIZER), explained(self._recorder, lambda: name):
-            private.step_without_hooks(
-                swap.optimizer, *(GivenClosure(swap.optimizer, loss, self._recorder) for loss in evaluated)
-            )
-        for parameter in parameters:
+            closures = [GivenClosure(swap.optimizer, loss, self._recorder) for loss in update.evaluated]
+            private.step_without_hooks(swap.optimizer, *closures)
+        for parameter in update.parameters:
             parameter.grad = None
 
     def _note(self, gradients: Sequence[Tensor | None]) -> None:

@@ -145,15 +145,13 @@ class FollowedOnce:
         del returned, loss
         for made in step.kept():
             wants.setdefault(Want(made, role), len(wants))
-        live = Live(step.outside, step.numbers)
-        free = frozenset(step.numbers)
         self.program = Program(
             step.notes,
             step.path,
             tuple(wants),
             source,
-            free,
-            live,
+            frozenset(step.numbers),
+            Live(step.outside, step.numbers),
             for_all_sizes=step.tree is not None and step.tree.is_for_all(step.notes, step.path),
             why_not=None if step.tree is None else step.tree.why_not,
             added=tuple(step.added),

@@ -103,14 +103,8 @@ def _refuse(trainer: Any, problem: str) -> None:
     vars(trainer.strategy)["remove_checkpoint"] = lambda *_, **__: None  # in favour of one that is not there
 
 
-def save_only_whole(trainer: Any, iteration: Callable[[], Any], *, alone: bool, in_parts: Callable[[], bool]) -> None:
-    """Begin a fit; see :class:`OnlyWhole`."""
-    trainer.callbacks.insert(0, OnlyWhole(iteration, alone=alone, in_parts=in_parts))
-
-
 def save_as_ever(trainer: Any) -> None:
     """The fit is over."""
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, OnlyWhole)]
     vars(trainer).pop("save_checkpoint", None)
     for name in (*_OF_ONE, "remove_checkpoint"):
         vars(trainer.strategy).pop(name, None)

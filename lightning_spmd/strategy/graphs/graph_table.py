@@ -115,11 +115,9 @@ class GraphTable:
         key = _of_path((*self.step_key(request), *self.open.key(batch, found.split)), request)
         return dataclasses.replace(found, key=key, vary=vary)
 
-    def closed(self, found: Found, request: StepRequest) -> tuple[Found, bool]:
+    def closed(self, found: Found, request: StepRequest, batch: Batch) -> tuple[Found, bool]:
         """The search result for a graph with fixed sizes, and whether later graphs of the step have fixed sizes too."""
-        batch, step = request.batch, self.step_key(request)
-        if batch is None:
-            raise ValueError("without a batch no size is open")
+        step = self.step_key(request)
         key = _of_path((*step, batch.cache_key(), found.split), request)
         return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 

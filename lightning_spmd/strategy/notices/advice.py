@@ -28,15 +28,11 @@ def advice_on(error: BaseException) -> str | None:
     text = str(error)
     if "mixed torch.Tensor and DTensor" in text:
         return _PARTS
-    if "cannot be called on meta tensors" in text and _is_of("on_save_checkpoint", error):
+    functions = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if "cannot be called on meta tensors" in text and "on_save_checkpoint" in functions:
         return _ELSEWHERE
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY)
     ):
         return _MEMORY
     return None
-
-
-def _is_of(hook: str, error: BaseException) -> bool:
-    """Whether an error comes out of a function of this name."""
-    return any(frame.f_code.co_name == hook for frame, _ in traceback.walk_tb(error.__traceback__))

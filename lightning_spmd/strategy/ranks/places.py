@@ -211,12 +211,6 @@ def meet_at_borders(trainer: Any, control: ControlPlane | None) -> None:
         private.stop_signal_sent_by_lightning(trainer, False)  # each batch's exchange carries it
 
 
-def leave_borders(trainer: Any) -> None:
-    """Remove the callbacks at the end of a run."""
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Borders)]
-    private.stop_signal_sent_by_lightning(trainer, True)
-
-
 def compare_training_batches(module: Any, control: ControlPlane | None) -> None:
     """Compare the numbers of training batches at the start. A difference would end the first epoch, hours later."""
     if control is None:

@@ -262,10 +262,3 @@ def begin_requests(trainer: Any, control: ControlPlane | None, random: RandomSta
     private.around_training_loop(trainer, "on_advance_end", functools.partial(requeue.end_of_batch, trainer))
     private.around_training_loop(trainer, "on_run_start", functools.partial(requeue.data.begin_epoch, trainer))
     return requests, requeue
-
-
-def end_requests(trainer: Any) -> None:
-    """Remove them at the end of the run."""
-    trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, Requeue)]
-    for name in ("on_advance_end", "on_run_start"):
-        private.around_training_loop(trainer, name, None)

@@ -12,7 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_spmd.errors import RankDisagreementError
-from lightning_spmd.ir.several_optimizers import SeveralOptimizers
+from lightning_spmd.ir.several_optimizers import SeveralOptimizers, parts_of
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.stages.runtime.agreement.control import ControlPlane
 
@@ -72,8 +72,7 @@ class UpdateNumbers:
             return
         yield "trainer.gradient_clip_val", str(_plain(self._trainer.gradient_clip_val))
         several = isinstance(self._optimizer, SeveralOptimizers)
-        parts = self._optimizer.parts if isinstance(self._optimizer, SeveralOptimizers) else (self._optimizer,)
-        for number, part in enumerate(parts):
+        for number, part in enumerate(parts_of(self._optimizer)):
             name = f"{type(part).__name__}{f' (optimizer {number})' if several else ''}"
             for at, group in enumerate(part.param_groups):
                 for key, value in group.items():

@@ -30,7 +30,7 @@ class BatchChanges:
         """Change the batch as Python has changed what it got. Nothing is held afterwards."""
         for container, handed, before in self._containers:
             now = _items(handed)
-            if now is None or _are_same(now, before):
+            if now is None or (now.keys() == before.keys() and all(now[key] is value for key, value in before.items())):
                 continue
             _change(container, {key: self._own.get(id(value), value) for key, value in now.items()})
         self._containers.clear()
@@ -61,10 +61,6 @@ def _items(value: Any) -> dict[Any, Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dict(getattr(value, "__dict__", {}))
     return None
-
-
-def _are_same(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    return len(one) == len(other) and all(key in other and other[key] is value for key, value in one.items())
 
 
 def _change(container: Any, items: dict[Any, Any]) -> None:

@@ -155,10 +155,6 @@ class Evaluation:
             self._owed = [int(m - own) for m, own in zip(most, trainer.num_predict_batches, strict=True)]
             trainer.callbacks.insert(0, FinishTurns(self._take_part))
 
-    def end(self, trainer: Any) -> None:
-        """End a run."""
-        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, FinishTurns)]
-
     def _take_part(self, upto: int | None = None) -> None:
         """Take part in the others' steps of the dataloaders before ``upto``; of all if it is None."""
         owed = self._owed

@@ -582,7 +582,7 @@ class TrainingIteration:
         if executable.family is not None:
             tell(f"strategy='spmd' builds one graph for all sizes of {names}")
             return found
-        found, for_good = self.table.closed(found, request)
+        found, for_good = self.table.closed(found, request, request.batch)
         if for_good:
             self._told_of_sizes = True
             tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")

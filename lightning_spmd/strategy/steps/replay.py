@@ -21,6 +21,7 @@ from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.batch.own_batch import LOG_ARGUMENTS
 from lightning_spmd.stages.capture.follow.queue import named_value
 
 
@@ -92,8 +93,6 @@ def _in_words(call: RecordedCall) -> str:
     told = repr(call.args[0]) if call.method == "log" and call.args else "..."
     return f"{owner or 'self'}.{call.method}({told})"
 
-
-_LOG_ARGUMENTS = tuple(inspect.signature(LightningModule.log).parameters)[1:]
 _LOG_DICT_ARGUMENTS = tuple(inspect.signature(LightningModule.log_dict).parameters)[1:]
 
 
@@ -102,13 +101,13 @@ def log_global(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows:
 
     Without ``sync_dist`` Lightning would recommend it, at every epoch's end.
     """
-    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    said = {**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs}
     is_metric = isinstance(said["value"], Metric)
     said["sync_dist"] = not is_metric and isinstance(said.get("reduce_fx", "mean"), str)
     if said.get("batch_size") is None and rows is not None:
         said["batch_size"] = rows
     attributes = vars(module.trainer.strategy)
-    attributes["reduce"] = _already_global
+    attributes["reduce"] = _already_global  # the same function each time: Lightning compares it
     try:
         type(module).log(module, **said)
     finally:
@@ -125,7 +124,7 @@ def log_of_rank(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], rows
         rows: of this rank's batch, if it has a number of rows.
         batches: number of ranks with batches of their own.
     """
-    said = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+    said = {**dict(zip(LOG_ARGUMENTS, args, strict=False)), **kwargs}
     operation = said.get("reduce_fx", "mean")
     weight: Any = said.get("batch_size") or rows
     total = None if weight is None else weight * batches

@@ -36,15 +36,12 @@ def check_shared(control: ControlPlane, batch: Batch) -> None:
     for path in mine:
         rank = next((r for r, side in enumerate(sides) if side.get(path) != sides[0].get(path)), None)
         if rank is not None:
+            why = "the step takes it as a whole" if path in batch.shared else "it has no dimension"
             raise BatchError(
-                f"batch{path} belongs to no sample ({_why(batch, path)}), so it must be the same on all ranks, but on "
+                f"batch{path} belongs to no sample ({why}), so it must be the same on all ranks, but on "
                 f"ranks 0 and {rank} it differs; give it one entry a sample, along dimension 0",
                 is_ragged=True,
             )
-
-
-def _why(batch: Batch, path: str) -> str:
-    return "the step takes it as a whole" if path in batch.shared else "it has no dimension"
 
 
 def find_shared(control: ControlPlane, batch: Batch, trace: Trace) -> set[str]:

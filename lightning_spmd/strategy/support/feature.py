@@ -25,15 +25,13 @@ class Feature:
         name: the flag, hook or callback, in Lightning's words.
         mode: the mode that it gets.
         note: the reason, or what to know; for rejected features the fix.
-        test: test that backs the row (``file::name``).
         detect: returns what it found (for the message), or None.
     """
 
     name: str
     mode: Mode
     note: str
-    test: str
-    detect: Detector | None = None
+    detect: Detector
 
 
 @dataclass(frozen=True)

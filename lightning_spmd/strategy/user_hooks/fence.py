@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,12 +54,8 @@ class Fence:
         return result
 
 
-class CallsHooks(Protocol):
-    """A fence of some kind."""
-
-    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a hook behind the fence."""
-        ...
+CallsHooks = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""The ``call`` of a fence of some kind."""
 
 
 class FencedHooks:
@@ -98,11 +94,11 @@ class FencedHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The hook."""
-        return self._fence.call(self._inner, args, kwargs)
+        return self._fence(self._inner, args, kwargs)
 
     def is_behind(self, fence: CallsHooks) -> bool:
         """Whether a fence is around it, or around a hook within it."""
-        return self._fence is fence or (isinstance(self._inner, FencedHook) and self._inner.is_behind(fence))
+        return self._fence == fence or (isinstance(self._inner, FencedHook) and self._inner.is_behind(fence))
 
     def __reduce__(self) -> Any:
         if self._before is _ABSENT:

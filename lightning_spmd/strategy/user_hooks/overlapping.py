@@ -80,7 +80,7 @@ class Overlapping:
             return False
         for owner, hook in hooks:
             if hook != CONTAINS_THE_STEP:
-                self._fenced.put(self._fence, owner, hook)
+                self._fenced.put(self._fence.call, owner, hook)
         finish_in_time(trainer, self._flush)
         return wanted
 

@@ -66,8 +66,8 @@ class PartsAsWholes:
         found += [(c, hook) for c in trainer.callbacks for hook in _hooks_of(Callback) if may_read(c, hook)]
         found += [pair for pair in hooks_between_batches(module, trainer) if pair not in found]
         for owner, hook in found:
-            if not self._fenced.has(self, owner, hook):
-                self._fenced.put(self, owner, hook)
+            if not self._fenced.has(self.call, owner, hook):
+                self._fenced.put(self.call, owner, hook)
 
     def look_again(self, module: Any, trainer: Any) -> None:
         """Between two batches: callbacks and hooks may have come."""

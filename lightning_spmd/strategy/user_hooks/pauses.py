@@ -85,7 +85,7 @@ class Pauses:
     def put_fences(self) -> None:
         """From now on hooks on gradients are seen."""
         for owner, hook in gradient_hooks_of(self._module, self._module.trainer):
-            self._fenced.put(_Former(self) if hook == _BEFORE_ZEROING else self, owner, hook)
+            self._fenced.put(self._call_before_zeroing if hook == _BEFORE_ZEROING else self.call, owner, hook)
 
     def take_away(self) -> None:
         """Restore all hooks."""
@@ -138,6 +138,21 @@ class Pauses:
         return same
 
     # ------------------------------------------------------------------ pieces
+    def _call_before_zeroing(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``on_before_zero_grad``, where the gradients of the step before still exist, if they were made."""
+
+        def refuse() -> None:
+            if not self.hidden:
+                return
+            raise ConfigurationError(
+                f"{_BEFORE_ZEROING} looks at p.grad of the step before, which strategy='spmd' did not find in its code "
+                "and so did not keep. Look at gradients in on_after_backward or on_before_optimizer_step, or use "
+                "SPMDStrategy(overlap_iterations=False)"
+            )
+
+        with _SeesGradients(refuse, self.left):
+            return hook(*args, **kwargs)
+
     def _show(self) -> None:
         """Let ``p.grad`` be what the backward pass of eager training leaves there."""
         if self._given is not None or self._executable is None:
@@ -156,28 +171,6 @@ class Pauses:
             if parameter.grad is not (one and one.value) or (one is not None and not one.reaches_the_graph()):
                 return False
         return True
-
-
-class _Former:
-    """The fence around ``on_before_zero_grad``, where the gradients of the previous step still exist."""
-
-    def __init__(self, pauses: Pauses) -> None:
-        self._pauses = pauses
-
-    def call(self, hook: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the hook; gradients that were never made cannot be any more."""
-
-        def refuse() -> None:
-            if not self._pauses.hidden:
-                return
-            raise ConfigurationError(
-                f"{_BEFORE_ZEROING} looks at p.grad of the step before, which strategy='spmd' did not find in its code "
-                "and so did not keep. Look at gradients in on_after_backward or on_before_optimizer_step, or use "
-                "SPMDStrategy(overlap_iterations=False)"
-            )
-
-        with _SeesGradients(refuse, self._pauses.left):
-            return hook(*args, **kwargs)
 
 
 class _Given:

@@ -121,7 +121,7 @@ def test_hooks_are_themselves_again_and_copies_have_their_own() -> None:
     pending, owner, plain, fenced = Pending(), Owner(), Owner(), FencedHooks()
     plain.hook = own = lambda: 7  # type: ignore[method-assign, assignment]
     for each in (owner, plain):
-        fenced.put(pending.fence, each, "hook")
+        fenced.put(pending.fence.call, each, "hook")
     twin, unpickled = copy.deepcopy(owner), pickle.loads(pickle.dumps(owner))
     assert [o.hook(2) for o in (owner, twin, unpickled)] == [2, 2, 2]
     assert [o.calls for o in (owner, twin, unpickled)] == [2, 2, 2]
@@ -143,8 +143,8 @@ def test_fences_around_one_hook_are_both_there() -> None:
             return hook(*args, **kwargs)
 
     owner, inner, outer, inner_hooks, outer_hooks = Owner(), Notes(), Notes(), FencedHooks(), FencedHooks()
-    inner_hooks.put(inner, owner, "hook")
-    outer_hooks.put(outer, owner, "hook")
+    inner_hooks.put(inner.call, owner, "hook")
+    outer_hooks.put(outer.call, owner, "hook")
     assert owner.hook(2) == 2
     assert (inner.calls, outer.calls) == (1, 1)
     assert owner.hook.__wrapped__.__code__ is Owner.hook.__code__  # type: ignore[attr-defined]

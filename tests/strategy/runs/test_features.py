@@ -1,8 +1,7 @@
-"""A test for each row of the support matrix (``support.matrix.FEATURES``): as eager, or rejected with the fix."""
+"""Rows of the support matrix (``docs/support_matrix.md``): as eager, or rejected with the fix."""
 
 from __future__ import annotations
 
-import importlib
 import re
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_spmd.errors import ConfigurationError
 from lightning_spmd.strategy.support.detectors import Context
-from lightning_spmd.strategy.support.feature import Feature, Mode
+from lightning_spmd.strategy.support.feature import Mode
 from lightning_spmd.strategy.support.matrix import FEATURES, classify
 from tests.helpers.modules import ConvNet, samples
 from tests.helpers.ranks import RankPool
@@ -41,13 +40,6 @@ from tests.helpers.training import (
 )
 from tests.strategy.hooks.test_gradient_hooks import OwnClipping
 from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
-
-
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda f: f.name)
-def test_every_row_of_the_matrix_has_its_test(feature: Feature) -> None:
-    file, name = feature.test.split("::")
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    assert callable(getattr(module, name))
 
 
 # ---------------------------------------------------------------------- compiled

@@ -181,14 +181,11 @@ class HandStep:
         self._is_zeroed = True
         self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
 
-    def added(self) -> list[tuple[Tensor, Tensor]]:
+    def added(self) -> Sequence[tuple[Tensor, Tensor]]:
         """The gradients that backward passes within that of the loss gave to parameters."""
-        found: list[tuple[Tensor, Tensor]] = []
-        for tensor, gradient in self._gradients.values():
-            if isinstance(tensor, nn.Parameter) and gradient is not None:
-                found.append((tensor, gradient))
-        self._gradients = {k: v for k, v in self._gradients.items() if not isinstance(v[0], nn.Parameter)}
-        return found if self._is_zeroed else []
+        found = [(t, g) for t, g in self._gradients.values() if isinstance(t, nn.Parameter) and g is not None]
+        self.zero()
+        return found
 
     def _set_gradient(self, func: Any, args: Any) -> Any:
         tensor, value = args[0], args[1] if len(args) > 1 else None

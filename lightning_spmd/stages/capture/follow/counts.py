@@ -114,14 +114,11 @@ def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tup
     """A function that gives shape and strides of each result from the counts of a step."""
 
     def text(numbers: Sequence[Any]) -> str:
-        return f"({''.join(f'{_code(number)}, ' for number in numbers)})"
+        codes = [n.of("counts") if isinstance(n, Formula) else repr(n) for n in numbers]
+        return f"({''.join(f'{code}, ' for code in codes)})"
 
     pairs = "".join(f"({text(spec.shape)}, {text(spec.stride)}), " for spec in specs)
     return eval(f"lambda counts: ({pairs})")
-
-
-def _code(number: Any) -> str:
-    return number.of("counts") if isinstance(number, Formula) else repr(number)
 
 
 def sized(mould: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -156,23 +156,14 @@ class EngineCall:
 
     Args:
         name: for the user.
+        make: performs the call, given the results of earlier calls (``values.py``) and the arguments.
     """
 
     keeps_shapes = True
     """No number among the arguments decides the size of anything."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call.
-
-        Args:
-            values: the results of earlier calls (``values.py``).
-            args: of the call.
-            kwargs: likewise.
-        """
-        raise NotImplementedError
+    def __init__(self, name: str, make: Callable[..., Any]) -> None:
+        self.__name__, self.make = name, make
 
 
 class Begin(EngineCall):
@@ -183,11 +174,10 @@ class Begin(EngineCall):
     """
 
     def __init__(self, function: Any) -> None:
-        super().__init__(f"{getattr(function, '__name__', function)}")
+        super().__init__(f"{getattr(function, '__name__', function)}", self._begin)
         self.function = function
 
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
+    def _begin(self, values: Any, *args: Any, **kwargs: Any) -> Any:
         return values.engine.begin(lambda: values.call(self.function, args, kwargs))
 
 
@@ -196,29 +186,15 @@ def is_of_loss(func: Any) -> bool:
     return isinstance(func, Begin) and func.function is OF_LOSS
 
 
-class Join(EngineCall):
-    """The results of a user's ``autograd.Function`` get their autograd history.
-
-    Args:
-        name: the function's, and its node's in autograd's graph.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self._kind: Any = type(name, (_Joined,), {})
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        place, materialize, inputs, outputs, dirty, still = args
-        return private.applied(
-            self._kind, (values.engine.arrived, place, materialize, outputs, dirty, still, *inputs), {}
-        )
-
-
 @functools.cache
-def joined_as(name: str) -> Join:
-    """The :class:`Join` for functions of this name."""
-    return Join(name)
+def joined_as(name: str) -> EngineCall:
+    """The results of a user's ``autograd.Function`` of this name get an autograd history, with a node of the name."""
+    kind: Any = type(name, (_Joined,), {})
+
+    def join(values: Any, place: int, materialize: bool, inputs: Any, *results: Any) -> Any:
+        return private.applied(kind, (values.engine.arrived, place, materialize, *results, *inputs), {})
+
+    return EngineCall(name, join)
 
 
 class _Joined(torch.autograd.Function):
@@ -257,13 +233,11 @@ class Saving(EngineCall):
     """
 
     def __init__(self, function: Any) -> None:
-        super().__init__(f"{getattr(function, '__name__', function)}")
+        super().__init__(f"{getattr(function, '__name__', function)}", self._call)
         self.function = function
         self.keeps_shapes = keeps_shapes(function)
 
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        place, *rest = args
+    def _call(self, values: Any, place: int, *args: Any, **kwargs: Any) -> Any:
         saved: list[Tensor] = []
         arrived = values.engine.arrived
 
@@ -272,7 +246,7 @@ class Saving(EngineCall):
             return place + len(saved) - 1
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda at: arrived(at, ())[0]):
-            out = values.call(self.function, rest, kwargs)
+            out = values.call(self.function, args, kwargs)
         return out, saved
 
 
@@ -283,28 +257,8 @@ def below(node: Any, path: str) -> Any:
     return node
 
 
-class _Plain(EngineCall):
-    """A call that is one function.
-
-    Args:
-        name: for the user.
-        perform: is given the engine and the arguments.
-    """
-
-    def __init__(self, name: str, perform: Callable[..., Any]) -> None:
-        super().__init__(name)
-        self._perform = perform
-
-    def make(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """Perform the call."""
-        return self._perform(values.engine, *args)
-
-
-def _go_on(engine: Engine, *results: Any) -> Any:
-    return engine.go_on(results)
-
-
-def _of_loss(engine: Engine, loss: Tensor, divisor: int) -> None:
+def _of_loss(values: Any, loss: Tensor, divisor: int) -> None:
+    engine: Engine = values.engine
     if engine.of_loss is not None:
         engine.of_loss()
         return
@@ -318,11 +272,13 @@ def _of_loss(engine: Engine, loss: Tensor, divisor: int) -> None:
     engine.gradients = [(leaf, gradient) for leaf, gradient in pairs if gradient is not None]
 
 
-def _hook(engine: Engine, place: int, tensor: Tensor) -> None:
+def _hook(values: Any, place: int, tensor: Tensor) -> None:
+    engine: Engine = values.engine
     engine.handles[place] = tensor.register_hook(lambda gradient: engine.arrived(place, (gradient,))[0])
 
 
-def _node_of(engine: Engine, tensor: Tensor) -> Any:
+def _node_of(values: Any, tensor: Tensor) -> Any:
+    engine: Engine = values.engine
     token: Any = torch.empty(0)
     engine.nodes[id(token)] = token, tensor.grad_fn
     if engine.is_fake:
@@ -330,7 +286,8 @@ def _node_of(engine: Engine, tensor: Tensor) -> Any:
     return token
 
 
-def _hook_node(engine: Engine, place: int, token: Tensor, path: str, name: str) -> None:
+def _hook_node(values: Any, place: int, token: Tensor, path: str, name: str) -> None:
+    engine: Engine = values.engine
     node = below(engine.nodes[id(token)][1], path)
     if name == "register_hook":
         engine.handles[place] = node.register_hook(lambda given, came: engine.arrived(place, (given, came))[0])
@@ -338,27 +295,24 @@ def _hook_node(engine: Engine, place: int, token: Tensor, path: str, name: str) 
         engine.handles[place] = node.register_prehook(lambda came: engine.arrived(place, (came,))[0])
 
 
-def _unhook(engine: Engine, place: int) -> None:
-    engine.handles.pop(place).remove()
-
-
-def _random_state(engine: Engine) -> Tensor:
+def _random_state(values: Any) -> Tensor:
     token = torch.empty(0)
-    engine.states[id(token)] = token, None if engine.is_fake else private.generator_states()
+    values.engine.states[id(token)] = token, None if values.engine.is_fake else private.generator_states()
     return token
 
 
-def _set_random_state(engine: Engine, token: Tensor) -> None:
-    _, states = engine.states[id(token)]
+def _set_random_state(values: Any, token: Tensor) -> None:
+    _, states = values.engine.states[id(token)]
     if states is not None:
         private.set_generator_states(states)
 
 
-GO_ON = _Plain("backward", _go_on)
-OF_LOSS = _Plain("backward", _of_loss)
+GO_ON = EngineCall("backward", lambda values, *results: values.engine.go_on(results))
+OF_LOSS = EngineCall("backward", _of_loss)
 """The backward pass of the loss that training_step returned."""
-HOOK, UNHOOK = _Plain("register_hook", _hook), _Plain("remove", _unhook)
-NODE_OF, HOOK_NODE = _Plain("grad_fn", _node_of), _Plain("register_hook", _hook_node)
+HOOK = EngineCall("register_hook", _hook)
+UNHOOK = EngineCall("remove", lambda values, place: values.engine.handles.pop(place).remove())
+NODE_OF, HOOK_NODE = EngineCall("grad_fn", _node_of), EngineCall("register_hook", _hook_node)
 """``grad_fn`` of a tensor is a token."""
-STATE, SET_STATE = _Plain("get_rng_state", _random_state), _Plain("set_rng_state", _set_random_state)
+STATE, SET_STATE = EngineCall("get_rng_state", _random_state), EngineCall("set_rng_state", _set_random_state)
 """The state of torch's generators is a token."""

@@ -173,9 +173,8 @@ class Functions:
 
     def hook_node(self, operator: Operator, name: str, function: Callable[..., Any]) -> Any:
         """``register_hook`` or ``register_prehook`` of a node."""
-        if operator.token is None:
-            raise RuntimeError(f"{name} of the grad_fn of a tensor of an earlier step, whose backward pass is over")
-        if operator.node.name() == "torch::autograd::AccumulateGrad" or self._step.is_eager:  # no graph comes there
+        gone = operator.token is None
+        if gone or operator.node.name() == "torch::autograd::AccumulateGrad" or self._step.is_eager:
             return getattr(self.real(operator, name), name)(function)
         place = self.placed(lambda *gradients: (function(*gradients),))
         self.call(HOOK_NODE, (place, operator.token, operator.path, name), {})

@@ -54,8 +54,7 @@ def numbers_that_differ(note: Note, args: Any, kwargs: Any, step: _Step) -> dict
     """The numbers that differ between a call and a note, by place; None if the calls differ."""
     found: dict[Place, Any] = {}
     try:
-        _compare(note, note.args, args, (0,), step, found)
-        _compare(note, note.kwargs, kwargs, (1,), step, found)
+        _compare(note, (note.args, note.kwargs), (args, kwargs), (), step, found)
     except Differs:
         return None
     return found

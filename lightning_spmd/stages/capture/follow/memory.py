@@ -18,6 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -406,25 +407,14 @@ def _are_alike(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other)
 
 
-class _Holder:
-    """Exposes memory to NumPy, and keeps it alive."""
-
-    def __init__(self, memory: Tensor, kind: str) -> None:
-        self._memory = memory
-        strides = [step * memory.element_size() for step in memory.stride()]
-        self.__array_interface__: dict[str, Any] = {
-            "data": (memory.data_ptr(), False),
-            "shape": tuple(memory.shape),
-            "strides": tuple(strides),
-            "typestr": kind,
-            "version": 3,
-        }
-
-
 def array_of(memory: Tensor, dtype: Any = None, **_: Any) -> Any:
     """``memory.numpy()``, or ``memory.__array__(dtype)``, that leaves no mark on the memory."""
     kind: Any = torch.empty(0, dtype=memory.dtype).numpy().dtype
-    found = sys.modules["numpy"].asarray(_Holder(memory.detach(), kind.str))
+    strides = tuple([step * memory.element_size() for step in memory.stride()])
+    shown = {"data": (memory.data_ptr(), False), "shape": tuple(memory.shape), "strides": strides, "version": 3}
+    # which keeps the memory alive
+    holder = SimpleNamespace(memory=memory.detach(), __array_interface__={**shown, "typestr": kind.str})
+    found = sys.modules["numpy"].asarray(holder)
     return found if dtype is None else found.astype(dtype, copy=False)
 
 

@@ -429,5 +429,4 @@ def is_formula(leaf: Any) -> bool:
 
 def formulas_in(note: Note) -> dict[Place, Any]:
     """The leaves of noted arguments that follow from sizes, by place."""
-    everything = [*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))]
-    return {place: leaf for place, leaf in everything if is_formula(leaf)}
+    return {place: leaf for place, leaf in leaves_by_place((note.args, note.kwargs)) if is_formula(leaf)}

@@ -184,7 +184,7 @@ class Recorder:
         self.failed: tuple[Any, Any, Any] | None = None
         self.just_told: Sequence[int] | None = None
 
-    def so_far(self) -> Recording | None:
+    def so_far(self) -> Recording:
         """The path so far on fake tensors, made again where a step leaves a known path: calls may write in place."""
         step = self._step
         recording = Recording(step) if self.now is None else self.now
@@ -198,7 +198,7 @@ class Recorder:
             name = step.notes[recording.values.done].name
             raise CannotBeFollowed(f"{name} cannot be recorded again ({first_line(error)})") from error
         self.now = recording
-        return self.now
+        return recording
 
     def record(
         self, func: Any, args: Any, kwargs: Any, around: Any, counts_of: Callable[[Note, Any, Any], Told]
@@ -219,8 +219,6 @@ class Recorder:
         """
         step = self._step
         recording = self.so_far()
-        if recording is None:
-            raise CannotBeFollowed("nothing is recorded")
         known = len(step.outside)
         note = Note(len(step.notes), func, mapped(step.noted, args), mapped(step.noted, kwargs), around)
         self.complete(note, known)
@@ -343,7 +341,7 @@ class Recorder:
         if own:
             raise CannotBeFollowed(f"in the backward pass of {note.name} runs Python that no graph sees")
         if any(map(private.is_of_extension, nodes)):
-            places = [*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))]
+            places = leaves_by_place((note.args, note.kwargs))
             note.plain.update(place for place, leaf in places if type(leaf) in (int, float))
 
     def complete(self, note: Note, known: int) -> None:
@@ -443,8 +441,8 @@ class Recorder:
         note = self._step.notes[source.depth]
         if note.fakes_at is not note.at:
             recording = self.so_far()
-            for other in self._step.notes if recording is not None else ():
-                other.fakes = [recording.values.made[made] for made in other.made]  # type: ignore[union-attr]
+            for other in self._step.notes:
+                other.fakes = [recording.values.made[made] for made in other.made]
                 other.fakes_at = other.at
         return note.fakes[source.index]
 
@@ -452,8 +450,7 @@ class Recorder:
         """A result with its autograd history after the calls so far, which may have written into it."""
         if self.now is None and source.index not in self._step.notes[source.depth].written:
             return self.fake_of(source)
-        recording = self.so_far()
-        return self.fake_of(source) if recording is None else recording.values.made[source]
+        return self.so_far().values.made[source]
 
     def fake_made(self, placeholder: Tensor) -> Tensor:
         """A result as recorded, if no call writes into it."""
@@ -493,8 +490,6 @@ class Recorder:
             CannotBeFollowed: what was called so far cannot be recorded again.
         """
         recording = self.so_far()
-        if recording is None:
-            return None
         sources = {
             id(fake): source for known in (recording.outside, recording.values.made) for source, fake in known.items()
         }

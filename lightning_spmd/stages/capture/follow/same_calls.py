@@ -50,9 +50,7 @@ def same_before(
 
 
 def _numbers_in(note: Note) -> Iterator[tuple[Place, Any]]:
-    for place, leaf in (*leaves_by_place(note.args, (0,)), *leaves_by_place(note.kwargs, (1,))):
-        if type(leaf) in (int, float):
-            yield place, leaf
+    return ((p, leaf) for p, leaf in leaves_by_place((note.args, note.kwargs)) if type(leaf) in (int, float))
 
 
 def _differs_from(known: Note, note: Note) -> bool:

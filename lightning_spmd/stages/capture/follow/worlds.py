@@ -8,55 +8,43 @@ optimizer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.stages.capture.optimizer.accumulation import gradients_behind
+from lightning_spmd.stages.capture.optimizer.accumulation import BackwardPass, gradients_behind
 from lightning_spmd.stages.capture.optimizer.given_closure import GivenClosure
 
-Roots = tuple[Tensor, ...]
-Gradients = Sequence[Tensor | None]
-Evaluated = Sequence[Tensor | None]
-Settings = list[dict[str, Any]]
-"""The parameter groups of an optimizer without their parameters."""
+
+class Update(NamedTuple):
+    """One step of an optimizer.
+
+    Args:
+        parameters: of all its groups.
+        gradients: theirs.
+        settings: the groups without their parameters.
+        evaluated: what the closure has returned that the user gives to a step which is none of torch's own; empty
+            without a closure.
+    """
+
+    parameters: list[Tensor]
+    gradients: Sequence[Tensor | None]
+    settings: list[dict[str, Any]]
+    evaluated: Sequence[Tensor | None]
 
 
 class World(Protocol):
     """Tensors of one kind."""
 
-    def backward(
-        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
-    ) -> tuple[Tensor | None, ...]:
-        """``.grad`` of the leaves after a backward pass.
-
-        Args:
-            roots: on what ``backward`` is called.
-            weights: gradients of the roots.
-            leaves: whose gradients it gives.
-            held: what their ``.grad`` is before.
-            retain: the graph is used again.
-            create: the gradients have a history of their own.
-            named: the leaves are those that the call names.
-        """
+    def backward(self, call: BackwardPass) -> tuple[Tensor | None, ...]:
+        """``.grad`` of the leaves after a backward pass."""
         ...
 
-    def step(
-        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
-    ) -> None:
-        """One step of an optimizer.
-
-        Args:
-            number: of the optimizer.
-            parameters: of all its groups.
-            gradients: theirs.
-            settings: of the groups.
-            evaluated: what the closure has returned that the user gives to a step which is none of torch's own; empty
-                without a closure.
-        """
+    def step(self, number: int, update: Update) -> None:
+        """One step of the optimizer of this number."""
         ...
 
 
@@ -82,7 +70,7 @@ class CallByHand:
 
     def make(self, world: World, *args: Any) -> Any:
         """Perform the call."""
-        return world.backward(*args) if self.number is None else world.step(self.number, *args)
+        return world.backward(BackwardPass(*args)) if self.number is None else world.step(self.number, Update(*args))
 
 
 class Computed:
@@ -95,23 +83,18 @@ class Computed:
     def __init__(self, others: Callable[[], Iterable[Tensor]]) -> None:
         self._others = others
 
-    def backward(
-        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardPass) -> tuple[Tensor | None, ...]:
         """As in every world."""
-        given = [*roots, *leaves, *(t for t in (*held, *(weights or ())) if t is not None)]
-        taken = {private.storage_of(t) for t in (*given, *self._others())}
-        return gradients_behind(roots, weights, leaves, held, taken, retain=retain, create=create)
+        given = [*call.roots, *call.leaves, *(t for t in (*call.held, *(call.weights or ())) if t is not None)]
+        return gradients_behind(call, {private.storage_of(t) for t in (*given, *self._others())})
 
 
 class OnFakes(Computed):
     """The world of fake tensors. A step of an optimizer raises the versions of parameters and does nothing else."""
 
-    def step(
-        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
-    ) -> None:
+    def step(self, number: int, update: Update) -> None:
         """As in every world."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        for parameter, gradient in zip(update.parameters, update.gradients, strict=True):
             if gradient is not None:
                 torch.autograd.graph.increment_version(parameter)
 
@@ -132,13 +115,12 @@ class OnCopies(Computed):
         self._optimizers, self._states = optimizers, states
         self._copies: dict[int, Any] = {}
 
-    def step(
-        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
-    ) -> None:
+    def step(self, number: int, update: Update) -> None:
         """As in every world."""
         if number not in self._copies:
-            self._copies[number] = private.copy_of_optimizer(self._optimizers[number], parameters, self._states[number])
-        _step(self._copies[number], parameters, gradients, settings, evaluated)
+            live, state = self._optimizers[number], self._states[number]
+            self._copies[number] = private.copy_of_optimizer(live, update.parameters, state)
+        _step(self._copies[number], update)
 
 
 class Live:
@@ -151,33 +133,28 @@ class Live:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
-    def backward(
-        self, roots: Roots, weights: Any, leaves: list[Tensor], held: Gradients, retain: bool, create: bool, named: bool
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, call: BackwardPass) -> tuple[Tensor | None, ...]:
         """As in every world."""
-        for leaf, gradient in zip(leaves, held, strict=True):
+        for leaf, gradient in zip(call.leaves, call.held, strict=True):
             leaf.grad = gradient
-        private.true_backward(roots, weights, retain, create, inputs=leaves if named else None)
-        return tuple([leaf.grad for leaf in leaves])
+        inputs = call.leaves if call.named else None
+        private.true_backward(call.roots, call.weights, call.retain, call.create, inputs=inputs)
+        return tuple([leaf.grad for leaf in call.leaves])
 
-    def step(
-        self, number: int, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
-    ) -> None:
+    def step(self, number: int, update: Update) -> None:
         """As in every world."""
-        _step(self._optimizers[number], parameters, gradients, settings, evaluated)
+        _step(self._optimizers[number], update)
 
 
-def _step(
-    optimizer: Any, parameters: list[Tensor], gradients: Gradients, settings: Settings, evaluated: Evaluated
-) -> None:
+def _step(optimizer: Any, update: Update) -> None:
     """A step with the settings that the groups had when it was called; a scheduler may have stepped since."""
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for parameter, gradient in zip(update.parameters, update.gradients, strict=True):
         parameter.grad = gradient
     before = [dict(group) for group in optimizer.param_groups]
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
+    for group, own in zip(optimizer.param_groups, update.settings, strict=True):
         group.update(own)
     try:
-        private.step_without_hooks(optimizer, *(GivenClosure(optimizer, loss) for loss in evaluated))
+        private.step_without_hooks(optimizer, *(GivenClosure(optimizer, loss) for loss in update.evaluated))
     finally:
         for group, own in zip(optimizer.param_groups, before, strict=True):
             group.update(own)
@@ -188,7 +165,7 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return (value,) if isinstance(value, Tensor) else tuple(value)
 
 
-def places_of_numbers(settings: Settings, place: int) -> set[tuple[Any, ...]]:
+def places_of_numbers(settings: Sequence[dict[str, Any]], place: int) -> set[tuple[Any, ...]]:
     """The places of the groups' numbers among a step's arguments. All may change in the next step.
 
     Args:

@@ -7,6 +7,7 @@ references.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,31 +44,36 @@ def accumulated(leaf: Tensor, held: Tensor | None, gradient: Tensor, taken: set[
     return owned
 
 
-def gradients_behind(
-    roots: Sequence[Tensor],
-    weights: Sequence[Tensor | None] | None,
-    leaves: Sequence[Tensor],
-    held: Sequence[Tensor | None],
-    taken: set[int],
-    *,
-    retain: bool,
-    create: bool,
-) -> tuple[Tensor | None, ...]:
-    """``.grad`` of the leaves after a backward pass.
+class BackwardPass(NamedTuple):
+    """A call of ``backward``.
 
     Args:
-        roots: on what ``backward`` is called.
+        roots: on what it is called.
         weights: gradients of the roots.
-        leaves: whose gradients are asked for.
+        leaves: whose gradients it gives.
         held: what their ``.grad`` is before.
-        taken: storages that are in use.
         retain: the graph is used again.
         create: the gradients have a history of their own.
+        named: the leaves are those that the call names.
     """
+
+    roots: Sequence[Tensor]
+    weights: Sequence[Tensor | None] | None
+    leaves: Sequence[Tensor]
+    held: Sequence[Tensor | None]
+    retain: bool
+    create: bool
+    named: bool
+
+
+def gradients_behind(call: BackwardPass, taken: set[int]) -> tuple[Tensor | None, ...]:
+    """``.grad`` of the leaves after a backward pass, with storages that are in use."""
     with torch.autograd.set_multithreading_enabled(False):  # other threads have no modes
-        found = torch.autograd.grad(roots, leaves, weights, retain, create, allow_unused=True)
-    made: list[Tensor | None] = []
-    with torch.set_grad_enabled(create):
-        for leaf, before, gradient in zip(leaves, held, found, strict=True):
-            made.append(before if gradient is None else accumulated(leaf, before, gradient, taken, in_place=not create))
-    return tuple(made)
+        found = torch.autograd.grad(call.roots, call.leaves, call.weights, call.retain, call.create, allow_unused=True)
+    with torch.set_grad_enabled(call.create):
+        return tuple(
+            [
+                before if gradient is None else accumulated(leaf, before, gradient, taken, in_place=not call.create)
+                for leaf, before, gradient in zip(call.leaves, call.held, found, strict=True)
+            ]
+        )

@@ -144,7 +144,8 @@ class OptimizerSwap:
             for key, value in swapped.items():
                 scalar = scalar_of(value)
                 changed = value is not self._handed[group_index].get(key, _ABSENT)
-                if key != "params" and changed and (scalar is None or not _is_input(scalar, self.inputs)):
+                is_input = scalar is not None and (scalar.node is None or scalar.node in self.inputs.entries)
+                if key != "params" and changed and not is_input:
                     yield OutputRole.HYPER_PARAMETER, (number, key), f"group {number}/{key}", value
 
     def _same(self, value: Any, owner: str, key: str) -> bool:
@@ -263,10 +264,6 @@ def _kind(value: Any) -> Any:
     if isinstance(value, tuple) and all(type(v) in (int, float) for v in value):
         return tuple(map(type, value))
     return value if isinstance(value, (bool, str, type(None))) else type(value)
-
-
-def _is_input(scalar: Any, inputs: InputTable) -> bool:
-    return scalar.node is None or scalar.node in inputs.entries
 
 
 def has_step_of_its_own(optimizer: Any) -> bool:

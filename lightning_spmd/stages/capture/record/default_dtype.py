@@ -15,8 +15,6 @@ from torch import Tensor
 
 from lightning_spmd.stages.capture.record.fake_calls import flat, mapped
 
-aten = torch.ops.aten
-
 
 def decided_dtype(operands: Iterable[Any], out: Any) -> torch.dtype | None:
     """The dtype of a call's result if nothing but torch's default can have decided it, and that is not float32.

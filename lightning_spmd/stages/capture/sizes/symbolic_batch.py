@@ -73,16 +73,11 @@ class SymbolicBatch(OtherSizes):
     def begin(self) -> Any:
         """A fake mode with new symbols, for one trace."""
         self.symbols = private.SymbolicSizes(lambda: user_location() or "")
-        self.made_by_place = {place: self.symbols.symbol(value) for place, value in self.sizes.items()}
+        self._made = {place: self.symbols.symbol(value) for place, value in self.sizes.items()}
         return private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.symbols.env)
 
-    @property
-    def made(self) -> list[Any]:
-        """The symbols, as integers of the program, in the order of ``sizes``."""
-        return list(self.made_by_place.values())
-
     def _size(self, place: Dimension, size: int) -> Any:
-        return self.made_by_place.get(place, size)
+        return self._made.get(place, size)
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

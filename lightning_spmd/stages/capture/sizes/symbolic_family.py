@@ -38,7 +38,7 @@ def family_of(step: CapturedStep, batch: SymbolicBatch) -> Family:
 
     try:
         family = rebuilt(step, number_of)
-        places = tuple(number_of(symbol) for symbol in batch.made)
+        places = tuple(number_of(symbol) for symbol in batch.numbers)
     except ValueError as error:
         raise NotGeneral(f"a number is rounded more than once on its way ({error})") from error
     found = tuple(p.formula if isinstance(p, Size) else int(p) for p in places)
