@@ -93,6 +93,7 @@ def _in_words(call: RecordedCall) -> str:
     told = repr(call.args[0]) if call.method == "log" and call.args else "..."
     return f"{owner or 'self'}.{call.method}({told})"
 
+
 _LOG_DICT_ARGUMENTS = tuple(inspect.signature(LightningModule.log_dict).parameters)[1:]
 
 
