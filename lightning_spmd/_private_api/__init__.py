@@ -184,6 +184,7 @@ from lightning_spmd._private_api.torch_names import (
     local_tensor,
     mark_stepped,
     next_sequence_number,
+    number_nodes_from,
     parameter_hooks,
     prepared_hooks,
     readers_of_settings,

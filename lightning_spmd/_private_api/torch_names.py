@@ -203,6 +203,17 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def number_nodes_from(number: int) -> None:
+    """The next nodes of autograd's on this thread get higher numbers; each thread counts by itself.
+
+    Without it a backward pass through a history that another thread has made adds gradients in another order.
+    """
+    with torch.enable_grad(), torch._C.DisableTorchFunction(), disable_dispatch_modes():
+        leaf = torch.zeros((), requires_grad=True)
+        for _ in range(number - next_sequence_number()):
+            leaf.view(())
+
+
 def current_backward_sequence_number() -> int | None:
     """Sequence number of the autograd node whose backward runs now, or None. Same use as above."""
     node = torch._C._current_autograd_node()

@@ -194,6 +194,37 @@ class AppliesWhatItHasKept(Counts):
         return self.last(_square(self.first(x)))
 
 
+class MaskOfItself(Counts):
+    """A mask without dimensions, as ``Wishart.rsample`` has it."""
+
+    def loss(self, batch: Any) -> Tensor:
+        large = self.first(batch[0]).mean() > 0
+        chosen = large[large]
+        self.see(float(chosen.numel()))
+        return super().loss(batch) * (1 + chosen.numel())
+
+
+class _Same(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class TwoGradientsOfTheInput(Counts):
+    """Their histories are added to weights' gradients in the order in which they were made."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = _Same.apply(super().loss(batch))  # with Python in its backward pass
+        x = batch[0].clone().requires_grad_()
+        scores = self(x).sum(0)
+        found = [torch.autograd.grad(score, x, create_graph=True)[0] for score in scores]
+        return loss + sum(gradient.square().mean() for gradient in found)
+
+
 @wrap_torch_function(lambda x, *_: (x,))
 def _scaled(x: Tensor, module: Any, seen: dict[str, Tensor]) -> Tensor:
     """A function of a library that others may override, as torch's own may be."""
@@ -262,6 +293,7 @@ class OutputsThatAreNoTensors(Counts):
 
 GRAPHS: list[type[Counts]] = [
     Scripted, ScriptedTeacher, Inverts, Celu, Lerp, ZerosOfEitherSign, ListsOfAClass, OtherSequences,
+    MaskOfItself, TwoGradientsOfTheInput,
     AttributesOfResults, CopiesWithViews, AsksInBetween, OutputsThatAreNoTensors, CallsOfOthers, TorchCallsBack, Pads,
     KeepsWhatItInferred, AppliesWhatItHasKept,
 ]  # fmt: skip
@@ -269,7 +301,7 @@ GRAPHS: list[type[Counts]] = [
 
 @pytest.mark.parametrize("make", GRAPHS)
 def test_it_is_a_graph_and_as_in_eager_training(make: type[Counts]) -> None:
-    assert_as_eager(make, mode="split" if make is AsksInBetween else "compiled")
+    assert_as_eager(make, mode="split" if make in (AsksInBetween, TwoGradientsOfTheInput) else "compiled")
 
 
 @pytest.mark.parametrize("make", [Scripted, ScriptedTeacher, CopiesWithViews, OutputsThatAreNoTensors, CallsOfOthers])

@@ -59,9 +59,14 @@ class Engine:
         self._around = around
         self._passes: list[_Pass] = []
 
-    def begin(self, function: Callable[[], Any]) -> tuple[Any, ...]:
-        """Call the engine. Returns the place where it pauses and the gradients there, or OVER and the call's result."""
-        self._passes.append(_Pass(function, self._around))
+    def begin(self, function: Callable[[], Any], *, creates: bool) -> tuple[Any, ...]:
+        """Call the engine. Returns the place where it pauses and the gradients there, or OVER and the call's result.
+
+        Args:
+            function: calls it.
+            creates: gradients have a history of their own.
+        """
+        self._passes.append(_Pass(function, self._around, creates=creates))
         return self.go_on(())
 
     def go_on(self, results: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -98,10 +103,13 @@ class Engine:
 
 
 class _Pass:
-    """One call of the engine, on a thread of its own."""
+    """One call of the engine, on a thread of its own.
 
-    def __init__(self, function: Callable[[], Any], around: Callable[[], Any]) -> None:
-        self._function, self._around = function, around
+    Nodes of histories that it makes are numbered as if it were on the caller's: the engine runs the newest first.
+    """
+
+    def __init__(self, function: Callable[[], Any], around: Callable[[], Any], *, creates: bool) -> None:
+        self._function, self._around, self._creates = function, around, creates
         self._told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._found: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
@@ -123,27 +131,33 @@ class _Pass:
                 found = True, self._function()
         except BaseException as error:
             found = error
-        self._found.put(found)
+        self._found.put((found, private.next_sequence_number()))
 
     def _wait(self) -> tuple[Any, ...]:
-        results = self._told.get()
+        results, number = self._told.get()
         if results is None:
             raise _Abandoned
+        self._number_from(number)
         return results
 
+    def _number_from(self, number: int) -> None:
+        if self._creates:
+            private.number_nodes_from(number)
+
     def resume(self, results: tuple[Any, ...]) -> tuple[bool, Any]:
-        self._told.put(results)
-        found = self._found.get()
+        self._told.put((results, private.next_sequence_number()))
+        found, number = self._found.get()
+        self._number_from(number)
         if isinstance(found, BaseException):
             raise found
         return found
 
     def pause(self, found: tuple[Any, ...]) -> tuple[Any, ...]:
-        self._found.put((False, found))
+        self._found.put(((False, found), private.next_sequence_number()))
         return self._wait()
 
     def abandon(self) -> None:
-        self._told.put(None)
+        self._told.put((None, 0))
         self._thread.join()
 
 
@@ -171,14 +185,15 @@ class Begin(EngineCall):
 
     Args:
         function: what is called.
+        creates: gradients have a history of their own.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, *, creates: bool) -> None:
         super().__init__(f"{getattr(function, '__name__', function)}", self._begin)
-        self.function = function
+        self.function, self._creates = function, creates
 
     def _begin(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        return values.engine.begin(lambda: values.call(self.function, args, kwargs))
+        return values.engine.begin(lambda: values.call(self.function, args, kwargs), creates=self._creates)
 
 
 def is_of_loss(func: Any) -> bool:

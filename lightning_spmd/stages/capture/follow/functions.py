@@ -241,9 +241,9 @@ class Functions:
             kwargs: likewise.
             create: whether gradients have an autograd history of their own (``create_graph``).
         """
-        begin = self._begins.get(function)
+        begin = self._begins.get((function, create))
         if begin is None:
-            begin = self._begins[function] = Begin(function)
+            begin = self._begins[function, create] = Begin(function, creates=create)
         before, self._current = self._current, object()
         try:
             place, *found = self.call(begin, args, kwargs)

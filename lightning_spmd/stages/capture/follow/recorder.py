@@ -250,7 +250,9 @@ class Recorder:
         except (CannotBeFollowed, Checks):
             raise
         except private.DataDependentOutputException:
-            numbers = [p for p, v in leaves_by_place(given) if v is recording.below.asked and v.ndim == 0]
+            asked, is_method = recording.below.asked, getattr(Tensor, getattr(func, "__name__", ""), None) is func
+            numbers = [p for p, v in leaves_by_place(given) if v is asked and v.ndim == 0]
+            numbers = [p for p in numbers if not (is_method and p == (0, 0))]  # the method's own tensor is no number
             if numbers:
                 step.follower.numbers.setdefault(func, set()).update(numbers)
             if numbers or not known_kind:

@@ -775,7 +775,8 @@ class Step(StepState, TorchFunctionMode):
         """Hooks, ``requires_grad_`` and the like: at once on the user's own tensors, else a noted call or eager."""
         name = getattr(func, "__name__", "")
         if name in ("grad",):
-            return self.of_engine(func, args, kwargs, create=args[4] if len(args) > 4 else kwargs.get("create_graph"))
+            create = args[4] if len(args) > 4 else kwargs.get("create_graph")
+            return self.of_engine(func, args, kwargs, create=bool(create))
         if name in ("register_hook", "retain_grad") and type(self.sources.get(id(args[0]))) in (Made, Given):
             if not self.asks(args[0]):
                 raise RuntimeError(f"cannot {name.replace('_', ' ')} of a tensor that doesn't require gradient")
