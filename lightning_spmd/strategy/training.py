@@ -26,6 +26,7 @@ from lightning_spmd.messages import tell, warn
 from lightning_spmd.parallel.parallel_plan import options_in_parts
 from lightning_spmd.parallel.state import is_sharded
 from lightning_spmd.stages.capture.follow.notes import kernels_now
+from lightning_spmd.stages.capture.follow.queue import LoggedAtOnce
 from lightning_spmd.stages.capture.optimizer.optimizer_swap import has_step_of_its_own
 from lightning_spmd.stages.capture.record.packing import in_memory_order_of
 from lightning_spmd.stages.capture.user_code import user_location
@@ -274,18 +275,21 @@ class Training:
             self._finish_eagerly(iteration)
             self._gradients, self._are_shares = ran.gradients, ran.are_shares
             self._steps.add("training_step")
+            iteration.at_once.end()
             return ran.returned
         except EndedByUser as ended:
             raise ended.error from None
         except EagerOnce:
             self._finish_eagerly(iteration)
-            return self._eagerly(eager, args, kwargs)
+            return self._eagerly(eager, args, kwargs, iteration.at_once)
         except FellBack:
             self._leave_graphs(iteration)
-            return self._eagerly(eager, args, kwargs)
+            return self._eagerly(eager, args, kwargs, iteration.at_once)
         except CannotShowError as error:
             self._run_in_two(str(error))
+            iteration.at_once.begin_again()
             return self.step(eager, args, kwargs)
+        iteration.at_once.end()
         if variant.backward and not variant.by_hand:
             self._tell_who_joined()
             held, own = iteration.leaves
@@ -341,9 +345,15 @@ class Training:
         else:
             self.iteration.gradients.update(iteration.gradients)
 
-    def _eagerly(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _eagerly(
+        self,
+        step: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        at_once: LoggedAtOnce | None = None,
+    ) -> Any:
         batches = None if self._ranks.mesh is None else self._ranks.batches
-        return self._steps.run_eagerly(self._module, "training_step", step, args, kwargs, batches)
+        return self._steps.run_eagerly(self._module, "training_step", step, args, kwargs, batches, at_once)
 
     def _share_layers(self, captured: CapturedStep) -> None:
         """Find the tensor-parallel plan in the first batch's graph, and shard what exists already by it.

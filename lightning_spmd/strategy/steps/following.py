@@ -40,6 +40,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.queue import (
     METHODS,
+    LoggedAtOnce,
     MetricResult,
     Queue,
     Shadows,
@@ -475,6 +476,7 @@ class Following:
         self.ended: str | None = None
         self._gradients = gradients
         self.graphs_infer = False
+        self.at_once = LoggedAtOnce()
         self._context, self._flush, self._left_for = context, flush, left_for
         self._follower = Follower(self._names, self._is_named)
         optimizer = context.optimizer
@@ -620,7 +622,7 @@ class Following:
 
         step.on_read, step.before_eager = talk.values, before_eager
         queue = Queue(self._shadows_now(), want, step.eagerly, step.beside)
-        queue.logged = private.watched_metrics(context.trainer)
+        queue.logged, queue.at_once = private.watched_metrics(context.trainer), self.at_once
         if self._evaluates:
             queue.logs_at_once = False  # the step may have to run again
             if meeting is not None and len(meeting.split) > 1:  # other ranks have rows, too
@@ -815,8 +817,8 @@ class Following:
         loss: Any = returned.get("loss") if isinstance(returned, dict) else returned
         parts = self._context.trainer.accumulate_grad_batches
         is_made = isinstance(loss, Tensor) and not step.is_eager and step.source_if_known(loss) is not None
-        if isinstance(loss, Tensor) and not (is_made or step.is_eager) and loss.requires_grad:
-            step.eagerly("the loss was computed unseen, as by another thread")
+        if isinstance(loss, Tensor) and not (is_made or step.is_eager):  # torch knows whether it can be trained
+            step.eagerly("the loss is no result of what the step computes: a constant, or from another thread")
         may_not = parts > 1 or step.must_be_graph
         if may_not and step.by_hand is not None and step.by_hand.has_gradients and not step.is_eager:
             step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")

@@ -30,6 +30,7 @@ from lightning_spmd.messages import speaking_of, tell
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.program import Program
+from lightning_spmd.stages.capture.follow.queue import LoggedAtOnce
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.runtime.agreement.control import Place
 from lightning_spmd.stages.runtime.ahead import Outvoted
@@ -139,6 +140,12 @@ class TrainingIteration:
                 self.own_batches.begin(str(reason))
             except RunsAgain:
                 pass
+            following.at_once.begin_again()
+
+    @property
+    def at_once(self) -> LoggedAtOnce:
+        """What the step has logged where it logs it."""
+        return self._following.at_once
 
     def _run_followed(
         self,

@@ -22,7 +22,7 @@ from lightning_spmd.ir.steps import CallRef, LeafRef, OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.batch.own_batch import LOG_ARGUMENTS
-from lightning_spmd.stages.capture.follow.queue import named_value
+from lightning_spmd.stages.capture.follow.queue import LoggedAtOnce, named_value
 
 
 def resolve(tree: Any, outputs: Sequence[Any], leaves: Sequence[Any], results: Sequence[Any] = ()) -> Any:
@@ -157,6 +157,7 @@ class StepsInGraphs:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         batches: int | None,
+        at_once: LoggedAtOnce | None = None,
     ) -> Any:
         """Run a step as Lightning does; under the keys of its graphs if it had some.
 
@@ -171,8 +172,12 @@ class StepsInGraphs:
             args: its arguments.
             kwargs: likewise.
             batches: number of different batches a step; None on one device, where keys are Lightning's own.
+            at_once: what it has logged, if it has run as a graph's before; these keys are graphs', too.
         """
-        if batches is None or method not in self._methods or module is None:
+        if at_once is not None:
+            at_once.begin_again()
+            self._methods |= {method} if at_once else set()
+        if module is None or ((batches is None or method not in self._methods) and not at_once):
             return step(*args, **kwargs)
         try:
             rows = Batch(args[0]).rows()
@@ -180,7 +185,12 @@ class StepsInGraphs:
             rows = None
 
         def log(owner: LightningModule, *args: Any, **kwargs: Any) -> None:
-            log_of_rank(owner, args, kwargs, rows, batches)
+            if at_once is not None and at_once.is_repeated(owner, args[0] if args else kwargs["name"]):
+                return
+            if batches is None:
+                type(owner).log(owner, *args, **kwargs)
+            else:
+                log_of_rank(owner, args, kwargs, rows, batches)
 
         owners = [m for m in module.modules() if isinstance(m, LightningModule)]
         for owner in owners:
@@ -190,6 +200,8 @@ class StepsInGraphs:
         finally:
             for owner in owners:
                 del owner.__dict__["log"]
+            if at_once is not None:
+                at_once.end()
 
 
 def _already_global(value: Any, *_: Any, **__: Any) -> Any:

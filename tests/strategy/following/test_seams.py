@@ -458,3 +458,14 @@ class ChangesTheLoss(Counts):
 def test_a_hook_that_changes_the_loss_is_told() -> None:
     warnings = run(ChangesTheLoss, "spmd").warnings
     assert any("changes the loss in place; in this step the backward pass ran without" in w for w in warnings), warnings
+
+
+class ReturnsAConstant(Counts):
+    def loss(self, batch: Any) -> Tensor:
+        return torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "spmd"])
+def test_a_constant_loss_is_torchs_error(strategy: str) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        run(ReturnsAConstant, strategy)

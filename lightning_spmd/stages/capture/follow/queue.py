@@ -259,6 +259,34 @@ class _Logged(Mapping[str, Any]):
         return repr(self._logs())
 
 
+class LoggedAtOnce:
+    """What a step has logged already, in case its Python runs a second time: it is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: list[tuple[Any, str]] = []
+        self._before: list[tuple[Any, str]] = []
+
+    def is_repeated(self, module: Any, name: str) -> bool:
+        """Whether the step logs something that it has logged before it began again."""
+        if self._before and (module, name) in self._before:
+            self._before.remove((module, name))
+            return True
+        self._logged.append((module, name))
+        return False
+
+    def begin_again(self) -> None:
+        """The step's Python runs again."""
+        self._before, self._logged = self._before + self._logged, []
+
+    def end(self) -> None:
+        """The step is over."""
+        self._before.clear()
+        self._logged.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self._before)
+
+
 class Queue:
     """The calls of one step.
 
@@ -271,6 +299,7 @@ class Queue:
     Attributes:
         is_open: whether calls are queued; else they are made at once.
         logs_at_once: whether what is logged first, and no tensor, is logged where the step logs it.
+        at_once: what has been logged so.
         log_now: makes a call of ``log`` at once, given the module and the arguments.
         part: on several ranks, what of a tensor a metric of this rank takes that is not queued.
         has_ranks: metrics of several ranks have a part of the rows each, also those that the step makes.
@@ -289,6 +318,7 @@ class Queue:
         self._beside = beside
         self.calls: list[RecordedCall] = []
         self.is_open = self.logs_at_once = True
+        self.at_once = LoggedAtOnce()
         self.log_now: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] = _log
         self.part: Callable[[Any], Any] | None = None
         self.is_own = self.has_ranks = False
@@ -442,7 +472,8 @@ class Queue:
             at_once = self.logs_at_once and not self.calls and not self.is_own  # the step may ask for it
             if at_once and not isinstance(value, (Tensor, MetricResult, Metric)):
                 with self._beside(), metrics_unseen():
-                    self.log_now(module, (name, value, *args), kwargs)
+                    if not self.at_once.is_repeated(module, name):
+                        self.log_now(module, (name, value, *args), kwargs)
                 return
             self.record(path, "log", OutputRole.LOGGED, (name, value, *args), kwargs)
 
