@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from lightning_spmd import _private_api as private
 from tests.helpers.ranks import RankPool
@@ -123,3 +124,50 @@ def test_torch_logs_those_of_others_as_ever(logged: list[logging.LogRecord]) -> 
     with FakeTensorMode(), pytest.raises(RuntimeError):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert logged
+
+
+class DtypesThatKernelsRefuse(Quiet):
+    """Every call is tried in a cheaper dtype first; fake tensors would let all of them pass."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        try:
+            scores = self(x.half())
+        except RuntimeError:
+            scores = self(x)
+        try:
+            loss = F.cross_entropy(scores, y.int())
+        except RuntimeError:
+            loss = F.cross_entropy(scores, y)
+        return loss * self.weight(x)
+
+    def weight(self, x: torch.Tensor) -> float:
+        """An error where nobody uses the result."""
+        with contextlib.suppress(RuntimeError):
+            torch.cdist(x.bfloat16(), x.bfloat16())
+            return 1.0
+        return 0.5
+
+
+def test_dtypes_that_kernels_refuse_are_caught() -> None:
+    ours = assert_as_eager(DtypesThatKernelsRefuse, "eager", max_epochs=1)
+    (warning,) = {text for text in ours.warnings if "eager" in text}
+    assert "linear could not be recorded (RuntimeError: mat1 and mat2 must have the same dtype" in warning
+
+
+class DtypesThatKernelsTake(Quiet):
+    """Half and mixed precisions and inverses of complex matrices, of which neither zeros nor ones have one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        try:
+            scores = F.linear(torch.tanh(self.first(x)).bfloat16(), self.last.weight.bfloat16()).float()
+        except RuntimeError:
+            scores = self(x)
+        gram = torch.complex(x.T @ x + 9 * torch.eye(6), x.T @ x)
+        spread = torch.linalg.inv(gram).abs().sum() + torch.linalg.cholesky(gram @ gram.mH).abs().sum()
+        return F.cross_entropy(scores, y) + F.embedding(y.int(), self.last.weight).mean() + spread
+
+
+def test_dtypes_that_kernels_take_are_a_graph() -> None:
+    assert_as_eager(DtypesThatKernelsTake, max_epochs=1)

@@ -3,6 +3,7 @@
 ``step``          the modes of torch that see every call of a step: followed along a known path, or recorded
 ``follower``      the known paths of all steps; ``step_state``: what is known of one step
 ``recorder``      a new call on fake tensors becomes a note; ``notes``: the origins of its operands, its results
+``refused_dtypes``  dtypes that a kernel does not take, which fake tensors do not know
 ``matching``      compares a call with a note, by a function that is compiled for the note
 ``placeholders``  tensors without memory in place of results, filled when a step is over
 ``reads``         Python reads values; ``copies``: calls that run for a value before a graph gives it

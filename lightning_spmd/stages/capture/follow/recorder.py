@@ -30,6 +30,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     sources_in,
     tensors_in,
 )
+from lightning_spmd.stages.capture.follow.refused_dtypes import check_dtypes
 from lightning_spmd.stages.capture.follow.same_calls import same_before
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
@@ -158,6 +159,7 @@ class _FakeBelow(private.TorchDispatchMode):
             return told
         form = self.sized.forms.form_of(func, args, kwargs)
         out = self._calls.make(func, args, kwargs) if form is None else form()
+        check_dtypes(func, args, kwargs)
         if isinstance(out, Tensor) and out.ndim == 0 and out.device.type == "cpu":
             entries = flat(args, kwargs)
             if not any(isinstance(entry, (torch.SymInt, torch.SymFloat, torch.SymBool)) for entry in entries):
