@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_spmd import messages
 from tests.helpers.by_hand import Alone, Gan, assert_bitwise, fit, state_of
@@ -171,6 +172,42 @@ class SecondBackward(Seen):
         return loss
 
 
+class RaisesInBackward(Seen):
+    """A hook or a function raises between two layers, and the step goes on: the layer behind it has its gradient."""
+
+    def act(self, batch: Any, batch_idx: int, optimizer: Any) -> Any:
+        optimizer.zero_grad()
+        hidden = self.net[:-1](batch[0])
+        hidden.register_hook(lambda gradient: self.pass_on(gradient, batch_idx))
+        try:
+            self.manual_backward((self.net[-1](hidden) - batch[1]).square().mean())
+        except KeyError as error:
+            self.numbers.append(str(error))
+            self.numbers.append([p.grad is None for p in self.net.parameters()])
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
+
+    def pass_on(self, gradient: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx % 3 == 1:
+            raise KeyError("no such thing")
+        return gradient
+
+
+class RaisesInEveryBackward(RaisesInBackward):
+    def pass_on(self, gradient: Tensor, batch_idx: int) -> Tensor:
+        raise KeyError("no such thing")
+
+
+class EagerInBackward(RaisesInBackward):
+    """A hook is where the step cannot be followed any more; the layer behind it has its gradient already."""
+
+    def pass_on(self, gradient: Tensor, batch_idx: int) -> Tensor:
+        with FlopCounterMode(display=False):
+            return gradient * 2
+
+
 class GradientsStay(Seen):
     """A hook reads gradients between batches; the step adds to them, and sees whether they are there."""
 
@@ -276,6 +313,9 @@ OTHERS = [
     ResetsState,
     LoadsState,
     Raises,
+    RaisesInBackward,
+    RaisesInEveryBackward,
+    EagerInBackward,
     EndsEpochs,
     SecondBackward,
     Quasi,

@@ -97,6 +97,7 @@ class HandStep:
         self.step = step
         self._common = common
         self._gradients: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._in_engine = set[int]()  # ``id`` of leaves of backward passes that have not ended
         self._trained: dict[int, tuple[Tensor, bool]] = {}  # as they were when the step met them
         self._states = [_Watched(optimizer, self._looked) for optimizer in common.optimizers]
         self._stepped: set[int] = set()
@@ -263,7 +264,11 @@ class HandStep:
         held = [self.gradient(leaf) for leaf in leaves]
         arguments = (roots, weights, leaves, held, retain, create, inputs is not None)
         if self.step.functions.are_there:
-            found = self.step.functions.through_engine(self._common.backward, arguments, {}, create=create)
+            outer, self._in_engine = self._in_engine, {*self._in_engine, *map(id, leaves)}
+            try:
+                found = self.step.functions.through_engine(self._common.backward, arguments, {}, create=create)
+            finally:
+                self._in_engine = outer
         else:
             found = self._call(self._common.backward, arguments)
         for leaf, now in zip(leaves, () if self.step.is_eager else found, strict=False):
@@ -412,10 +417,11 @@ class HandStep:
         self._gradients = {id(tensor): (tensor, gradient) for tensor, gradient in known}
 
     def settle(self) -> None:
-        """Write the step's gradients into ``.grad``."""
+        """Write the step's gradients into ``.grad``, except where a true backward pass that has paused adds to them."""
         settled, self._gradients = self._gradients, {}
         with private.no_torch_functions():
-            for tensor, gradient in settled.values():
+            for key in settled.keys() - self._in_engine:
+                tensor, gradient = settled[key]
                 whole = isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor)
                 tensor.grad = self._common.part_of(tensor, gradient) if whole else gradient
 

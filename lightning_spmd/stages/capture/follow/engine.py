@@ -138,6 +138,8 @@ class _Pass:
         if results is None:
             raise _Abandoned
         self._number_from(number)
+        if len(results) == 1 and isinstance(results[0], Raised):
+            raise results[0].error
         return results
 
     def _number_from(self, number: int) -> None:
@@ -159,6 +161,17 @@ class _Pass:
     def abandon(self) -> None:
         self._told.put((None, 0))
         self._thread.join()
+
+
+class Raised:
+    """In place of results: the user's Python raised an error.
+
+    Args:
+        error: what it raised.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
 
 
 class _Abandoned(BaseException):

@@ -29,6 +29,7 @@ from lightning_spmd.stages.capture.follow.engine import (
     OVER,
     UNHOOK,
     Begin,
+    Raised,
     below,
     is_joined,
     joined_as,
@@ -248,12 +249,23 @@ class Functions:
         try:
             place, *found = self.call(begin, args, kwargs)
             while place != OVER:
-                with torch.set_grad_enabled(create), self._seen():
-                    results = self._places[place](*found)
+                try:
+                    with torch.set_grad_enabled(create), self._seen():
+                        results = self._places[place](*found)
+                except Exception as error:
+                    if function is not OF_LOSS:
+                        self._raise(error)
+                    raise
                 place, *found = self.call(GO_ON, results, {})
             return found[0]
         finally:
             self._current = before
+
+    def _raise(self, error: Exception) -> None:
+        """Raise in the true engine: what it has added to gradients by then is there if the step catches the error."""
+        if not self._step.is_eager:
+            self._step.eagerly(f"Python in a backward pass raised {type(error).__name__}")
+        self.call(GO_ON, (Raised(error),), {})
 
     @contextlib.contextmanager
     def _seen(self) -> Iterator[None]:
