@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from types import FunctionType, MethodType
+from types import EllipsisType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -93,6 +93,11 @@ _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _is_for_dimensions(index: Sequence[Any]) -> bool:
+    """Whether torch takes a sequence for a tuple, of one index a dimension, and not for positions."""
+    return len(index) < 32 and any(isinstance(i, Tensor | Sequence | slice | None | EllipsisType) for i in index)
 
 
 def _is_torchs(value: Any) -> bool:
@@ -648,8 +653,12 @@ class Step(StepState, TorchFunctionMode):
 
     def _index(self, index: Any) -> Any:
         """An index as torch takes it: one number as Python's, lists of them as a tensor, and not one number each."""
+        is_list = isinstance(index, Sequence) and not isinstance(index, (tuple, str))
+        return self._index_in(tuple(index) if is_list and _is_for_dimensions(index) else index)
+
+    def _index_in(self, index: Any) -> Any:
         if type(index) is tuple:
-            return tuple(map(self._index, index))
+            return tuple(map(self._index_in, index))
         if isinstance(index, Tensor) and index.ndim == 0 and index.dtype in _POSITIONS:
             return self.reads.read(Tensor.item, (index,), {})
         index = list(index) if isinstance(index, Sequence) and not isinstance(index, (tuple, str)) else index
@@ -661,7 +670,8 @@ class Step(StepState, TorchFunctionMode):
     def _with_numbers(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The arguments; tensors that torch takes as numbers are read."""
         places = self.follower.numbers[func]
-        found = [(p, v) for p, v in leaves_by_place((args, kwargs)) if p in places and isinstance(v, Tensor)]
+        leaves = leaves_by_place((args, kwargs))
+        found = [(p, v) for p, v in leaves if p in places and isinstance(v, Tensor) and v.ndim == 0]
         return with_numbers((args, kwargs), {p: self.reads.read(Tensor.item, (v,), {}) for p, v in found})
 
     def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
