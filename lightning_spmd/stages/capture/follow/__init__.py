@@ -16,6 +16,7 @@
 ``engine``        autograd's engine while Python runs in a backward pass; ``functions``: the user's own functions and
                   hooks; ``saved``: hooks on saved tensors, checkpoints
 ``packed``        packed sequences; ``tripwires``, ``rows_read``: parts of a batch that only one rank has
+``wrapped``       tensors of transforms of ``torch.func``, behind which a step cannot go on eagerly
 ``eager_run``     a step that cannot be followed goes on eagerly; ``left_out``: calls of one rank alone
 ``program``       a step when Python is done: its path, its numbers, the results that are wanted
 ``values``        runs notes: on fake tensors for capture, on copies for a value that Python reads, or eagerly

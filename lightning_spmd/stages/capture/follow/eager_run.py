@@ -56,6 +56,8 @@ class EagerRun:
         try:
             self._begin(why, place, again=again)
         except BaseException as ended:
+            if isinstance(ended, Abandoned) and self._step.random_before is not None:
+                private.set_generator_states(self._step.random_before)
             if not isinstance(ended, Exception):  # these are the user's to catch
                 self.ended = ended
             raise
@@ -65,11 +67,11 @@ class EagerRun:
         step.reason, step.runs_again = (why, place or user_location()), again
         self._left_out.put_back()
         step.before_eager()
-        # a transform holds placeholders, and what autograd has saved of them, out of reach
-        if step.has_transforms and (step.is_below or private.in_transforms()):
-            raise Abandoned(f"{why} within a transform of torch.func ({step.reason[1]})")
         if again:
             raise Abandoned(f"{why} ({step.reason[1]})")
+        # a transform, and what ``vjp`` returns, hold placeholders and what autograd has saved of them, out of reach
+        if step.has_transforms and (step.is_below or private.in_transforms() or step.wrapped.are_held):
+            raise Abandoned(f"{why} within a transform of torch.func ({step.reason[1]})")
         self._recorder.forget()
         self._copies.forget()
         step.on_values()

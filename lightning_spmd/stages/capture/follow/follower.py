@@ -12,6 +12,7 @@ from lightning_spmd.stages.capture.follow.engine import Begin, Saving
 from lightning_spmd.stages.capture.follow.memory import Holders
 from lightning_spmd.stages.capture.follow.notes import Note, Place
 from lightning_spmd.stages.capture.follow.sizes import OpenTree
+from lightning_spmd.stages.capture.follow.wrapped import Wrapped
 
 
 class Follower:
@@ -35,6 +36,7 @@ class Follower:
         self.numbers: dict[Any, set[Place]] = {}
         """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
         self.holders = Holders(names)
+        self.wrapped = Wrapped()
         self.bound: dict[tuple[int, int], Tensor] = {}
         """The tensors on the host with which compiled notes compare, by number of the note and its own."""
         self.aliases: dict[Any, list[tuple[list[Tensor], int]] | None] = {}

@@ -267,7 +267,9 @@ class Step(StepState, TorchFunctionMode):
         if name.startswith("storage."):
             return functools.partial(self._of_storage, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
-            self.has_transforms = self.looks_closer = True
+            if not self.has_transforms:
+                self.has_transforms = self.looks_closer = True
+                self.random_before = private.generator_states()
             return original
         if self.draws_as_eager and name in _OF_GENERATORS:
             return functools.partial(self.generator.of, name, original)
@@ -441,7 +443,12 @@ class Step(StepState, TorchFunctionMode):
                 if self.follower.kinds.get(func) == "call":  # what writes is compared there
                     return self.called(func, args, kwargs or {})
             if self.has_transforms and private.in_transforms():
-                return func(*args, **kwargs) if kwargs else func(*args)
+                out = func(*args, **kwargs) if kwargs else func(*args)
+                self.wrapped.note(out)
+                return out
+            if self.wrapped.are_noted and any(map(private.is_wrapped, tensors_in((args, kwargs)))):
+                self.wrapped.check_step((args, kwargs))
+                self.eagerly("a call of what a transform of torch.func has returned", again=True)
             if self._is_under_hooks(func):
                 return self.called(func, args, kwargs or {})
         for note in reversed(children := self.here.children):

@@ -96,6 +96,7 @@ class StepState:
         on_zeroed: told of parameters whose gradients the step zeroes or replaces.
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
+        random_before: states of torch's generators before those, which draw for real into what they make.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
         reads_gradients: ``file:line`` that reads the gradient of a parameter, which is that of the batch before.
         is_below: whether the current call is one inside another, which the dispatcher alone sees.
@@ -137,7 +138,11 @@ class StepState:
         self.counts: list[int] = []
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
-        self.has_transforms = self.looks_closer = self.is_below = self.runs_again = False
+        self.wrapped = follower.wrapped
+        self.wrapped.new_step()
+        self.looks_closer = self.wrapped.are_held
+        self.has_transforms = self.is_below = self.runs_again = False
+        self.random_before: Any = None
         self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
         self.applied = set[type]()
         self.reads_gradients: str | None = None

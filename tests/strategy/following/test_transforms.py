@@ -1,0 +1,69 @@
+"""``torch.func``: what a transform has returned is called behind it, and steps that run again because of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.strategy.small import Quiet, assert_as_eager, run
+
+
+def _of_inputs(module: Quiet, x: Tensor) -> Tensor:
+    out, pull = torch.func.vjp(module, x)
+    return pull(out)[0].mean() + pull(2 * out.detach())[0].square().mean()
+
+
+def _of_parameters(module: Quiet, x: Tensor) -> Tensor:
+    parameters = dict(module.named_parameters())
+    out, pull = torch.func.vjp(lambda own: torch.func.functional_call(module, own, (x,)), parameters)
+    return sum((g.square().sum() for g in pull(torch.ones_like(out))[0].values()), out.mean())
+
+
+def _with_dropout(module: Quiet, x: Tensor) -> Tensor:
+    out, pull = torch.func.vjp(lambda x: module(F.dropout(x, 0.3)), F.dropout(x, 0.1))
+    return pull(torch.ones_like(out))[0].mean()
+
+
+def _eager_before(module: Quiet, x: Tensor) -> Tensor:
+    out, pull = torch.func.vjp(module, x)
+    torch.unique_consecutive(x[:, 0])
+    return pull(out)[0].mean()
+
+
+def _eager_within(module: Quiet, x: Tensor) -> Tensor:
+    def of(x: Tensor) -> Tensor:
+        hidden = F.dropout(module(x), 0.3)
+        return hidden.sum() * len(torch.unique_consecutive(x.new_zeros(3)))
+
+    return torch.func.grad(of)(x).mean()
+
+
+@pytest.mark.parametrize("make", [_of_inputs, _of_parameters, _with_dropout, _eager_before, _eager_within])
+def test_a_step_that_runs_again_is_eagers(make: Callable[[Quiet, Tensor], Tensor]) -> None:
+    class Module(Quiet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return F.cross_entropy(self(batch[0]), batch[1]) + make(self, batch[0]) / 10
+
+    assert_as_eager(Module, "eager", max_epochs=1)
+
+
+class Keeps(Quiet):
+    """Calls in each step what ``vjp`` has returned in the one before."""
+
+    pull: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        weight = 1.0 if self.pull is None else self.pull(torch.ones(len(x), 3))[0].mean().detach()
+        out, self.pull = torch.func.vjp(self, x)
+        return F.cross_entropy(out, y) * weight
+
+
+def test_what_an_earlier_step_has_returned_is_an_error_with_the_line() -> None:
+    with pytest.raises(RuntimeError, match=r"torch.func.vjp has returned in an earlier step.*test_transforms.py:\d+"):
+        run(Keeps, max_epochs=1)
