@@ -160,6 +160,7 @@ class UnseenCalls:
             (torch, "manual_seed"),
             (torch, "seed"),
             (torch, "load"),
+            (torch, "clear_autocast_cache"),
             (torch, "get_rng_state"),
             (torch, "set_rng_state"),
             (torch, "initial_seed"),

@@ -34,10 +34,16 @@ def default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
 
 
 @contextlib.contextmanager
-def autocast_as(wanted: Iterable[tuple[str, torch.dtype]]) -> Generator[None, None, None]:
+def autocast_as(
+    wanted: Iterable[tuple[str, torch.dtype]], *, keeps_casts: bool | None = None
+) -> Generator[None, None, None]:
     """Calls inside have autocast for these types of devices, with its dtype, and for no others.
 
     It is off for parts in full precision, also under a precision that is on around the whole step.
+
+    Args:
+        wanted: types of devices with dtypes.
+        keeps_casts: whether a weight is cast once for all calls in one block; None: as around it.
     """
     with contextlib.ExitStack() as stack:
         on = dict(wanted)
@@ -45,7 +51,7 @@ def autocast_as(wanted: Iterable[tuple[str, torch.dtype]]) -> Generator[None, No
             if kind not in on:
                 stack.enter_context(torch.autocast(kind, enabled=False))
         for kind, dtype in on.items():
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=keeps_casts))
         yield
 
 

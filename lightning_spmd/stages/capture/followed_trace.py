@@ -168,6 +168,7 @@ class FollowedTrace:
                 stack.enter_context(self.scaling.active())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(request.surroundings())
+            stack.enter_context(self._values.kept_casts())
             if not self._has_begun:
                 self._make_batch()
             self._has_begun = True

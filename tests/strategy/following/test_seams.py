@@ -441,7 +441,7 @@ class Pulls(Counts):
         (WritesIntoExpanded, "expand"),
         (Traces, "ProxyTorchDispatchMode"),
         (GivesSparse, "sparse"),
-        (Pulls, "a tensor of another kind"),
+        (Pulls, "what a transform of torch.func has returned"),
     ],
 )
 def test_it_is_eager_with_its_line(make: type[Counts], named: str) -> None:

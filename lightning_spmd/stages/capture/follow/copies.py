@@ -77,7 +77,7 @@ class Copies:
                 self._values.world = step.by_hand.on_copies(self._values)
         values = self._values
         try:
-            with step.beside(), private.disable_dispatch_modes():
+            with step.beside(), private.disable_dispatch_modes(), values.kept_casts(step.block):
                 for note in step.notes[values.done :]:
                     values.run(note, step.numbers_of(note))
         except Exception as error:

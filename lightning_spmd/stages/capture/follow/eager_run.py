@@ -83,7 +83,7 @@ class EagerRun:
             values.world = step.by_hand.live()
         wanted, then = set(step.wanted()), dict[tuple[Source, int], Tensor]()
         with step.above_autograd(), private.disable_dispatch_modes():
-            with step.memory.as_it_was():
+            with values.kept_casts(step.block), step.memory.as_it_was():
                 for note in step.notes:
                     for source, after in wanted - then.keys():
                         is_there = type(source) is not Made or source.depth < note.depth

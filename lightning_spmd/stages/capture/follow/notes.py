@@ -131,6 +131,7 @@ class Around(NamedTuple):
         dtype: of what is made without one.
         attention: what chooses the operator that attention becomes.
         kernels: what kernels look at when they run.
+        block: which of the step's blocks of autocast it is, if each casts a weight once for all calls; else None.
     """
 
     grad: bool
@@ -138,6 +139,7 @@ class Around(NamedTuple):
     dtype: torch.dtype
     attention: tuple[Any, ...] = ()
     kernels: tuple[bool, ...] = ()
+    block: int | None = None
 
 
 class At:
@@ -313,12 +315,12 @@ def _in_words(leaf: Any) -> Any:
     return leaf if isinstance(leaf, SOURCES) else _ADDRESS.sub("", repr(leaf))
 
 
-def around_now() -> Around:
-    """Torch's switches."""
+def around_now(block: int) -> Around:
+    """Torch's switches, in this block of autocast."""
     attention = tuple([read() for read, _ in private.ATTENTION_SWITCHES])
-    return Around(
-        torch.is_grad_enabled(), private.autocast_state(), torch.get_default_dtype(), attention, kernels_now()
-    )
+    autocast, dtype = private.autocast_state(), torch.get_default_dtype()
+    known = block if autocast is not None and torch.is_autocast_cache_enabled() else None
+    return Around(torch.is_grad_enabled(), autocast, dtype, attention, kernels_now(), known)
 
 
 def kernels_now() -> tuple[bool, ...]:

@@ -109,7 +109,7 @@ class Saved:
 
     def _again(self, preserve: bool) -> Callable[[], contextlib.AbstractContextManager[None]]:
         """The context in which a part is computed again."""
-        around = around_now()._replace(grad=True)
+        around = around_now(self._step.block)._replace(grad=True)
         call = self._functions.call
         state = call(STATE, (), {}) if preserve else None
 

@@ -256,6 +256,9 @@ class Step(StepState, TorchFunctionMode):
             return functools.partial(self._copied_shallow, original)
         if name == "__enter__":
             return functools.partial(self._entered, original)
+        if name == "clear_autocast_cache":
+            self.block += 1
+            return original
         if name == "enter_dual_level":
             if not private.in_transforms():  # else ``torch.func.jvp``, which is followed below it
                 self.eagerly("torch.autograd.forward_ad in the step")
@@ -590,7 +593,7 @@ class Step(StepState, TorchFunctionMode):
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
         if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
             return self.saved.call(func, args, kwargs)
-        around = around_now()
+        around = around_now(self.block)
         if around.kernels != self.kernels:
             self.eagerly(_OTHER_KERNELS)
             return self.for_good(func, args, kwargs)

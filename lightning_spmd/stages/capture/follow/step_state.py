@@ -96,6 +96,7 @@ class StepState:
         on_zeroed: told of parameters whose gradients the step zeroes or replaces.
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
+        block: the number of the block of autocast, in which a weight may be cast once for all calls.
         random_before: states of torch's generators before those, which draw for real into what they make.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
         reads_gradients: ``file:line`` that reads the gradient of a parameter, which is that of the batch before.
@@ -143,6 +144,7 @@ class StepState:
         self.looks_closer = self.wrapped.are_held
         self.has_transforms = self.is_below = self.runs_again = False
         self.random_before: Any = None
+        self.block = 0
         self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
         self.applied = set[type]()
         self.reads_gradients: str | None = None

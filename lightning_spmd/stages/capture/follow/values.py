@@ -53,6 +53,21 @@ class Values:
         self.made: dict[Made, Tensor] = {}
         self.done = 0
         self._of_outside = of_outside
+        self._block: int | None = None
+
+    @contextlib.contextmanager
+    def kept_casts(self, block: int | None = None) -> Iterator[None]:
+        """Autocast's casts of weights last from call to call inside, in each of its blocks, as they did for the user.
+
+        Args:
+            block: that which goes on behind, with the same casts.
+        """
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            if torch.autocast_decrement_nesting() == 0 or self._block != block:
+                torch.clear_autocast_cache()
 
     def of(self, source: Given | Outside | Made) -> Tensor:
         """The value of a source."""
@@ -74,6 +89,9 @@ class Values:
             self.done = note.depth + 1
             return None
         args, kwargs = self.arguments(note, numbers)
+        if note.around.block is not None and note.around.block != self._block:
+            self._block = note.around.block
+            torch.clear_autocast_cache()
         with surroundings(note.around):
             out = self.call(note.func, args, kwargs)
         found: list[Any] = []
@@ -137,7 +155,7 @@ def surroundings(around: Around) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(around.grad))
         stack.enter_context(default_dtype(around.dtype))
-        stack.enter_context(autocast_as(around.autocast or ()))
+        stack.enter_context(autocast_as(around.autocast or (), keeps_casts=around.block is not None))
         switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
         for value, (read, put) in zip((*around.attention, *around.kernels), switches, strict=False):
             if (before := read()) != value:
