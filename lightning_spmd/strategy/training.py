@@ -453,11 +453,11 @@ class Training:
         iteration.gradients[name] = gradient if before is None else before + gradient
 
     def _trained_by_nobody(self, iteration: TrainingIteration) -> list[nn.Parameter]:
-        """Parameters that the optimizer does not have: an optimizer that a hook steps may have them."""
+        """Parameters of steps that the optimizer does not have: an optimizer that a hook steps may have them."""
         if self._others is None or self._others[0] != iteration.captures:
             lists = [group["params"] for group in self._module.trainer.optimizers[0].param_groups]
             theirs = {id(p) for parameters in lists for p in parameters}
-            others = [p for p in self._module.parameters() if id(p) not in theirs]
+            others = [p for p in self._module.parameters() if id(p) not in theirs and id(p) in iteration.met]
             self._others = iteration.captures, sum(map(len, lists)), others
         return self._others[2]
 
@@ -525,7 +525,7 @@ class Training:
             pairs, self._gradients = self._gradients, None
             for leaf, gradient in pairs:
                 owned = in_memory_order_of(leaf, gradient)
-                leaf.grad = owned if leaf.grad is None else leaf.grad.add_(owned)
+                leaf.grad = owned.detach() if leaf.grad is None else leaf.grad.add_(owned)
             if self._are_shares:
                 self.average_gradients(module)
             return True

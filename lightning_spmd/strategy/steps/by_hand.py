@@ -47,7 +47,7 @@ class LiveGradients(MutableMapping[str, Tensor]):
         return gradient
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._parameter(name).grad = value
+        self._parameter(name).grad = value.detach()
 
     def __delitem__(self, name: str) -> None:
         self._parameter(name).grad = None

@@ -105,7 +105,7 @@ def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         if isinstance(own, DTensor) and isinstance(gradient, DTensor):  # a hook has gone backward: as torch lays it out
             parameter.grad = own.redistribute(placements=gradient.placements).add_(gradient)
         else:
-            parameter.grad = gradient if own is None else own.add_(gradient)
+            parameter.grad = gradient.detach() if own is None else own.add_(gradient)
 
 
 def synced(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -92,6 +92,8 @@ class TrainingIteration:
         """What else eager training gives a gradient: tensors that are there in other steps, and results of this one."""
         self.has_left_gradients = False
         """Whether gradients stayed in graphs where eager training has them in ``p.grad``."""
+        self.met, self._met_at = set[int](), -1
+        """``id`` of tensors from outside that any step has met: others have no gradients in eager training either."""
         self._found = Found((), (), None, None)  # what runs
         self._shared: set[str] = set()  # paths of what is the same for every sample of a batch
         self.ran = Ran()  # the micro-batch before
@@ -227,6 +229,9 @@ class TrainingIteration:
         wanted, count = executable.captured.returned, len(followed.program.wants)
         values = followed.fill([outputs[reference.position] for reference in wanted[:count]])
         self.leaves = followed.held, followed.step.leaves
+        if self._met_at != self.captures:  # a step on a new way
+            self._met_at = self.captures
+            self.met.update(map(id, followed.step.outside))
         rows = 0 if meeting is None else meeting.rows
         if executable.captured.own_batch is not None:
             rows = outputs[executable.captured.own_batch.rows]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_spmd import ConfigurationError
 from tests.helpers.ranks import RankError, RankPool
-from tests.helpers.training import InOrder, assert_equals_one_device
+from tests.helpers.training import InOrder, assert_bitwise, assert_equals_one_device
 from tests.strategy.small import ROWS, Quiet, assert_as_eager, rows, run
 
 
@@ -258,6 +258,85 @@ def test_gradients_that_no_code_shows_to_be_read_are_an_error(make: type[Quiet])
 def test_gradients_that_no_code_shows_to_be_read_by_a_callback_are_an_error() -> None:
     with pytest.raises(ConfigurationError, match=NOT_KEPT):
         run(Quiet, max_epochs=1, callbacks=lambda: [StepsInACallback()])
+
+
+class Probed(Quiet):
+    """A layer that no optimizer of the Trainer has, of which the step computes nothing."""
+
+    is_used = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe = nn.Linear(6, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + (self.probe(batch[0]).mean() if self.is_used else 0)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.first.parameters(), *self.last.parameters()], lr=0.05)
+
+
+class ProbedAndUsed(Probed):
+    is_used = True
+
+
+class TrainsTheProbe(L.Callback):
+    """An online evaluator, with an optimizer of its own."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.optimizer = torch.optim.SGD(pl_module.probe.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.probe(batch[0]).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_callback_trains_a_layer_that_steps_do_not_use(accumulate: int) -> None:
+    assert_as_eager(Probed, callbacks=lambda: [TrainsTheProbe()], accumulate_grad_batches=accumulate, max_epochs=2)
+
+
+def test_a_callback_that_trains_a_layer_of_the_step_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match=NOT_KEPT):
+        run(ProbedAndUsed, max_epochs=1, callbacks=lambda: [TrainsTheProbe()])
+
+
+class ReadsTheProbe(ProbedAndUsed):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("norm", float(getattr(self.probe.weight, _HIDDEN).norm()))
+
+
+def test_gradients_of_a_layer_of_the_step_that_are_read_are_an_error_on_ranks(two_ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=NOT_KEPT):
+        _on_ranks(two_ranks, ReadsTheProbe, {"data_parallel": "zero3"}, max_epochs=1)
+
+
+class ClipsByWeights(Quiet):
+    """Adaptive clipping: gradients are scaled in place by what has an autograd history."""
+
+    def scale(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad.mul_((0.1 * parameter.norm() / parameter.grad.norm()).clamp(max=1))
+
+
+class ClipsAfterBackward(ClipsByWeights):
+    def on_after_backward(self) -> None:
+        self.scale()
+
+
+class ClipsBeforeTheStep(ClipsByWeights):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.scale()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("make", [ClipsAfterBackward, ClipsBeforeTheStep])
+def test_gradients_are_scaled_by_what_has_a_history(make: type[Quiet], accumulate: int) -> None:
+    theirs = run(make, "auto", accumulate_grad_batches=accumulate, max_epochs=1)
+    ours = run(make, "spmd", accumulate_grad_batches=accumulate, max_epochs=1)
+    assert ours.captures > 0
+    assert_bitwise(ours, theirs)
 
 
 class Rows(torch.utils.data.Dataset[Any]):
