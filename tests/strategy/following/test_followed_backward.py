@@ -346,6 +346,20 @@ class OnTheHost(Noted):
         return self.loss_of(h, batch[1])
 
 
+class CompressesResults(Noted):
+    """What is saved is compressed, unless it is a leaf; the function looks at more than shapes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def pack(tensor: Tensor) -> Any:
+            note(
+                (tensor.is_leaf, tensor.requires_grad, tensor.is_contiguous(), tensor.stride(), tensor.grad_fn is None)
+            )
+            return tensor if tensor.is_leaf or not tensor.is_floating_point() else tensor.bfloat16()
+
+        with autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.float() if kept.is_floating_point() else kept):
+            return self.loss_of(self.hidden(batch[0]).tanh().t().sigmoid().t(), batch[1])
+
+
 class EagerInThePart(Checkpointed):
     """A step goes on eagerly where a part is computed again, and another one where it is computed at first."""
 
@@ -356,7 +370,7 @@ class EagerInThePart(Checkpointed):
         return found
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, Reentrant, Nested, OnTheHost])
+@pytest.mark.parametrize("kind", [Checkpointed, Reentrant, Nested, OnTheHost, CompressesResults])
 def test_what_autograd_saves_may_be_kept_otherwise_or_not_at_all(kind: type[Noted]) -> None:
     assert_same(kind)
 

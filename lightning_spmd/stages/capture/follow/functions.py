@@ -250,7 +250,7 @@ class Functions:
             place, *found = self.call(begin, args, kwargs)
             while place != OVER:
                 try:
-                    with torch.set_grad_enabled(create), self._seen():
+                    with torch.set_grad_enabled(create), self.seen():
                         results = self._places[place](*found)
                 except Exception as error:
                     if function is not OF_LOSS:
@@ -268,7 +268,7 @@ class Functions:
         self.call(GO_ON, (Raised(error),), {})
 
     @contextlib.contextmanager
-    def _seen(self) -> Iterator[None]:
+    def seen(self) -> Iterator[None]:
         """Calls inside are the step's. A backward pass by hand begins inside a call, where the step's modes are off."""
         is_seen = any(mode is self._step for mode in private.function_modes())
         with private.with_torch_functions(), contextlib.nullcontext() if is_seen else self._step:

@@ -72,7 +72,7 @@ class Saved:
         found = step.__torch_function__(saving, (), (places.count, *args), kwargs)
         out, saved = found
         for tensor in saved:
-            with torch.no_grad():
+            with torch.no_grad(), places.seen():
                 packed = hooks.pack(tensor)
             places.placed(lambda packed=packed: (hooks.unpack(packed),))
         return out
