@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.training import assert_compiled, deviation
 from tests.strategy.following.test_followed_backward import STEPS, Noted, _run, assert_same, note
+from tests.strategy.small import Quiet, run
 
 
 class Pointers(Noted):
@@ -94,3 +96,30 @@ def test_compiled_functions_run_as_written() -> None:
     assert ours.losses == theirs.losses
     assert notes == ["python"] * STEPS
     assert graphs == STEPS
+
+
+@torch.jit.script
+def weighted(x: Tensor, weight: Tensor) -> Tensor:
+    """Has a history of its own once it is optimized, which is from the second call on."""
+    return x * weight + 1
+
+
+@torch.jit.script
+def in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """The same, of more operators."""
+    first, second = x.chunk(2, 1)
+    made: list[Tensor] = []
+    for factor in range(3):
+        made.append(first * weight[: first.shape[1]] + second.exp() * factor)
+    return torch.cat(made, 1)
+
+
+@pytest.mark.parametrize("function", [weighted, in_parts], ids=["weighted", "in parts"])
+def test_gradients_come_through_scripted_functions_that_are_optimized(function: Any) -> None:
+    class Module(Quiet):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) + function(self.first(batch[0]), self.first.bias).square().mean()
+
+    ours, theirs = run(Module, "spmd"), run(Module, "auto")
+    assert_compiled(ours)
+    assert deviation(ours, theirs).weights < 1e-6

@@ -220,7 +220,8 @@ class Step(StepState, TorchFunctionMode):
         private.replace_packing(packed)
         strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
         try:
-            with self._below, self:
+            # what is optimized has a history of its own, and its operators see none
+            with torch.jit.optimized_execution(False), self._below, self:
                 if strange is not None:
                     self.eagerly(f"the batch has {strange}")
                 yield
