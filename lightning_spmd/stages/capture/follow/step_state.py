@@ -141,7 +141,7 @@ class StepState:
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.wrapped = follower.wrapped
         self.wrapped.new_step()
-        self.looks_closer = self.wrapped.are_held
+        self.looks_closer = self.wrapped.are_noted
         self.has_transforms = self.is_below = self.runs_again = False
         self.random_before: Any = None
         self.block = 0
