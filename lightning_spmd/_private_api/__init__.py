@@ -59,6 +59,7 @@ from lightning_spmd._private_api.co_execution import (
     no_checkpoint_contexts,
     no_torch_functions,
     nodes_since,
+    optimized_scripts,
     reduced,
     set_generator_states,
     stops_early,

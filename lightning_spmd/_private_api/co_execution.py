@@ -313,6 +313,8 @@ def stops_early(given: bool) -> bool:
     return given if _checkpoint._enable_checkpoint_early_stop is None else _checkpoint._enable_checkpoint_early_stop
 
 
+optimized_scripts = torch.jit.optimized_execution  # pyright: ignore[reportPrivateImportUsage]
+"""A context with scripted functions optimized or not; without it they lose their gradients from the second call on."""
 TRANSFORMS = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
 """What begins a transform of ``torch.func``; a dispatch mode sees what that computes, on the tensors that it wraps."""
 

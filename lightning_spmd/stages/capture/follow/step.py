@@ -221,7 +221,7 @@ class Step(StepState, TorchFunctionMode):
         strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
         try:
             # what is optimized has a history of its own, and its operators see none
-            with torch.jit.optimized_execution(False), self._below, self:
+            with private.optimized_scripts(False), self._below, self:
                 if strange is not None:
                     self.eagerly(f"the batch has {strange}")
                 yield
