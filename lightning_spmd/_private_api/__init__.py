@@ -58,6 +58,7 @@ from lightning_spmd._private_api.co_execution import (
     make_wrapper,
     no_checkpoint_contexts,
     no_torch_functions,
+    no_view,
     nodes_since,
     optimized_scripts,
     reduced,

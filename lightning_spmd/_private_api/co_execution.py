@@ -113,6 +113,14 @@ def is_tied(tensor: Tensor) -> bool:
     return tensor.grad_fn is not None or tensor._is_view()
 
 
+def no_view(tensor: Tensor) -> Tensor:
+    """The tensor; if it is a view, a tensor with its memory that is none.
+
+    Autograd forbids to write what has a history into a view that was made without gradients.
+    """
+    return tensor.detach() if tensor._is_view() else tensor
+
+
 _OF_CUDA = (
     "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
     "set_rng_state", "set_rng_state_all",

@@ -525,7 +525,7 @@ class Training:
             pairs, self._gradients = self._gradients, None
             for leaf, gradient in pairs:
                 owned = in_memory_order_of(leaf, gradient)
-                leaf.grad = owned.detach() if leaf.grad is None else leaf.grad.add_(owned)
+                leaf.grad = private.no_view(owned) if leaf.grad is None else leaf.grad.add_(owned)
             if self._are_shares:
                 self.average_gradients(module)
             return True

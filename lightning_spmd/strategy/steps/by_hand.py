@@ -47,7 +47,7 @@ class LiveGradients(MutableMapping[str, Tensor]):
         return gradient
 
     def __setitem__(self, name: str, value: Tensor) -> None:
-        self._parameter(name).grad = value.detach()
+        self._parameter(name).grad = private.no_view(value)
 
     def __delitem__(self, name: str) -> None:
         self._parameter(name).grad = None

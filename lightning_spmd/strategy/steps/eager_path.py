@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_spmd import _private_api as private
 from lightning_spmd.errors import RankDisagreementError
 
 
@@ -105,7 +106,7 @@ def add_gradients(module: nn.Module, gradients: Mapping[str, Tensor]) -> None:
         if isinstance(own, DTensor) and isinstance(gradient, DTensor):  # a hook has gone backward: as torch lays it out
             parameter.grad = own.redistribute(placements=gradient.placements).add_(gradient)
         else:
-            parameter.grad = gradient.detach() if own is None else own.add_(gradient)
+            parameter.grad = private.no_view(gradient) if own is None else own.add_(gradient)
 
 
 def synced(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -159,7 +159,7 @@ class Pauses:
             return
         with private.no_torch_functions():
             operands = self._executable.operand_storages()
-            gradients = self._executable.gradients()
+            gradients = {name: private.no_view(value) for name, value in self._executable.gradients().items()}
             add_gradients(self._module, gradients)
             self._given = {name: _Given(value, operands) for name, value in gradients.items()}
 
