@@ -213,11 +213,9 @@ class _Compiler:
         self.names.update(grad=torch.is_grad_enabled, dtype=torch.get_default_dtype)
         self.names.update(casts=private.is_autocast_on, autocast=private.autocast_state)
         yield f"grad() is {around.grad}"
-        if around.autocast is None:
-            yield "not casts()"
-        else:
+        yield "not casts()" if around.autocast is None else f"autocast() == {self.bind(around.autocast)}"
+        if around.autocast is not None:
             self.names["keeps_casts"] = torch.is_autocast_cache_enabled
-            yield f"autocast() == {self.bind(around.autocast)}"
             yield "not keeps_casts()" if around.block is None else f"keeps_casts() and step.block == {around.block}"
         yield f"dtype() is {self.bind(around.dtype)}"
         switches = (*private.ATTENTION_SWITCHES, *private.KERNEL_SWITCHES)
