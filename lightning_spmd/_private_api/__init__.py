@@ -60,7 +60,7 @@ from lightning_spmd._private_api.co_execution import (
     no_torch_functions,
     no_view,
     nodes_since,
-    optimized_scripts,
+    optimize_scripts,
     reduced,
     set_generator_states,
     stops_early,

@@ -321,8 +321,17 @@ def stops_early(given: bool) -> bool:
     return given if _checkpoint._enable_checkpoint_early_stop is None else _checkpoint._enable_checkpoint_early_stop
 
 
-optimized_scripts = torch.jit.optimized_execution  # pyright: ignore[reportPrivateImportUsage]
-"""A context with scripted functions optimized or not; without it they lose their gradients from the second call on."""
+def optimize_scripts(wanted: bool) -> bool:
+    """Let scripted functions be optimized or not on this thread. Returns how it was.
+
+    Without it they lose their gradients from the second call on. ``torch.jit.optimized_execution`` takes four times
+    as long, in every step.
+    """
+    before = torch._C._get_graph_executor_optimize()
+    torch._C._set_graph_executor_optimize(wanted)
+    return before
+
+
 TRANSFORMS = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
 """What begins a transform of ``torch.func``; a dispatch mode sees what that computes, on the tensors that it wraps."""
 

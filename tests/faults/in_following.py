@@ -83,8 +83,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "scripted functions are optimized in a step",
         CAPTURE,
         f"{FOLLOW}/step.py",
-        "private.optimized_scripts(False)",
-        "private.optimized_scripts(True)",
+        "private.optimize_scripts(False)",
+        "private.optimize_scripts(True)",
         ("tests/strategy/following/test_followed_outside_of_torch.py",),
     ),
     Mutant(

@@ -219,9 +219,10 @@ class Step(StepState, TorchFunctionMode):
         private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
         strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
+        # what is optimized has a history of its own, and its operators see none
+        were_optimized = private.optimize_scripts(False)
         try:
-            # what is optimized has a history of its own, and its operators see none
-            with private.optimized_scripts(False), self._below, self:
+            with self._below, self:
                 if strange is not None:
                     self.eagerly(f"the batch has {strange}")
                 yield
@@ -229,6 +230,7 @@ class Step(StepState, TorchFunctionMode):
                 self.memory.look()
                 self.memory.sync()
         finally:
+            private.optimize_scripts(were_optimized)
             private.replace_packing(None)
             private.UNSEEN.end()
             packed.end()
