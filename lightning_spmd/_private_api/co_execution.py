@@ -8,7 +8,7 @@ import functools
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,39 @@ def no_view(tensor: Tensor) -> Tensor:
     Autograd forbids to write what has a history into a view that was made without gradients.
     """
     return tensor.detach() if tensor._is_view() else tensor
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def saved_for(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """What autograd still keeps for the backward passes of tensors, as its nodes show it (``node._saved_self``)."""
+    seen, nodes = set[Any](), list[Any]()
+    for tensor in tensors:
+        with contextlib.suppress(RuntimeError):  # a view that was made without gradients, of what was written since
+            nodes.append(tensor.grad_fn)
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions]
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                with contextlib.suppress(RuntimeError):  # it has been freed
+                    saved = getattr(node, name)
+                    yield from filter(_is_tensor, saved if isinstance(saved, (list, tuple)) else [saved])
+
+
+def as_parameter(tensor: Tensor, kind: type) -> Tensor:
+    """The tensor itself as a parameter, or without the class's own name for it optimizers and modules refuse it.
+
+    It is an attribute, so that no other step gets this placeholder.
+    """
+    tensor.__class__ = kind
+    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor
 
 
 _OF_CUDA = (
@@ -352,7 +385,7 @@ def nodes_since(tensors: Sequence[Tensor], number: int) -> list[Any]:
     Without it nobody sees what an operator of somebody's own has left there: Python, or numbers in C++.
     """
     found = dict[Any, None]()
-    waiting: list[Any] = [t.grad_fn for t in tensors]
+    waiting: list[Any] = [t.grad_fn for t in tensors if t.requires_grad]
     while waiting:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):  # what adds gradients up has no number

@@ -8,11 +8,12 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_spmd.ir.sizes import Dimension
@@ -167,6 +168,11 @@ class RunContext:
     def scaler(self) -> TrainersScaler:
         """The GradScaler, if the precision has one."""
         return TrainersScaler(self.trainer)
+
+    def parameters(self) -> Iterable[Parameter]:
+        """The module's, and those that its optimizer has alone."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return dict.fromkeys([*self.module.parameters(), *(p for group in groups for p in group["params"])])
 
     def step_context(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The context that the precision plugin puts around a step method and its calls."""

@@ -579,7 +579,7 @@ class Following:
         if meeting is not None:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
-        step.parameters = context.module.parameters
+        step.parameters = context.parameters
         if self._references is not None:
             self._references.begin()
             owned = self._owned()

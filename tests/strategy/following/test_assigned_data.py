@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from lightning_spmd import SPMDStrategy
 from tests.helpers.ranks import RankPool
@@ -140,12 +141,114 @@ class HeldOutside(Quiet):
         return self.loss(batch) + self.views[0].sum() * self.first.weight.sum()
 
 
-@pytest.mark.parametrize("make", [Slow, Chained, InPlace])
+def _stepped(delta: Tensor) -> Tensor:
+    """A step of projected gradient ascent; it has a history."""
+    return (delta + 0.1 * delta.grad.sign()).clamp(-0.3, 0.3)  # type: ignore[union-attr]
+
+
+class Perturbed(Quiet):
+    """Adversarial training (Madry et al., 2018) as most write it: the step moves a leaf of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        delta = torch.zeros_like(x, requires_grad=True)
+        for _ in range(2):
+            self.loss((x + delta, y)).backward()
+            delta.data = _stepped(delta)
+            delta.grad.zero_()  # type: ignore[union-attr]
+        self.zero_grad()
+        return self.loss((x + delta.detach(), y))
+
+
+class Perturbations(Perturbed):
+    """The perturbations are kept, each with memory of its own from the next one on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        delta, kept = torch.zeros_like(x, requires_grad=True), list[Tensor]()
+        for _ in range(2):
+            self.loss((x + delta, y)).backward()
+            kept.append(_stepped(delta))
+            delta.data = kept[-1]
+        self.zero_grad()
+        return self.loss((x + kept[0].detach() - kept[1].detach(), y))
+
+
+class FreePerturbation(Quiet):
+    """A leaf that the module keeps goes on through all steps (Shafahi et al., 2019)."""
+
+    delta: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.delta is None:
+            self.delta = torch.zeros_like(x).requires_grad_()
+        loss = self.loss((x + self.delta, y))
+        (gradient,) = torch.autograd.grad(loss, [self.delta], retain_graph=True)
+        self.delta.data = (self.delta + 0.1 * gradient.sign()).clamp(-0.3, 0.3)
+        return loss
+
+
+class FromVector(Quiet):
+    """``vector_to_parameters`` gives parameters the memory of one vector, which goes then."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        own = list(self.first.parameters())
+        with torch.no_grad():
+            vector_to_parameters(parameters_to_vector(own) * 0.99, own)
+        return self.loss(batch)
+
+
+class BothWritten(Quiet):
+    """What was assigned has a history, and is written through the leaf that has its memory now."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        delta = torch.zeros_like(x, requires_grad=True)
+        self.loss((x + delta, y)).backward()
+        moved = _stepped(delta)
+        delta.data = moved
+        delta.data.mul_(0.5)
+        self.zero_grad()
+        return self.loss((x + moved.detach(), y))
+
+
+class BothKept(Quiet):
+    """The leaf and what was assigned to it are kept; a later step writes into one."""
+
+    delta: Tensor | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.delta is None:
+            self.delta, self.whole = torch.zeros_like(x[0], requires_grad=True), x * 0.1
+            self.delta.data = self.whole[0]
+        self.delta.data.mul_(0.9)
+        return self.loss((x + self.whole, y))
+
+
+class SavedBefore(Quiet):
+    """Autograd has saved a view of what is assigned to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = torch.ones(6, requires_grad=True)
+        loss = self.loss((self.first(batch[0])[:, :6] * scale.view(1, 6), batch[1]))
+        (gradient,) = torch.autograd.grad(loss, [scale], retain_graph=True)
+        scale.data = scale - 0.1 * gradient
+        return loss
+
+
+@pytest.mark.parametrize("make", [Slow, Chained, InPlace, FreePerturbation, FromVector])
 def test_assigned_results_are_writes(make: type[Net]) -> None:
     assert assert_as_eager(make).captures == 2  # momentum begins as the first gradient
 
 
-@pytest.mark.parametrize("make", [ValueKept, BehindUse, AliasUsed, HeldOutside])
+@pytest.mark.parametrize("make", [Perturbed, Perturbations])
+def test_leaves_of_the_step_are_written(make: type[Net]) -> None:
+    assert_as_eager(make, mode="split")
+
+
+@pytest.mark.parametrize("make", [ValueKept, BehindUse, AliasUsed, HeldOutside, BothWritten, BothKept, SavedBefore])
 def test_whose_memory_it_is_stays_right(make: type[Net]) -> None:
     modules: list[Any] = []
 
@@ -168,6 +271,13 @@ def test_they_are_writes_on_ranks(two_ranks: RankPool, make: type[Net], data_par
     ours = two_ranks.run(_on_ranks, make, data_parallel)
     assert_compiled(*ours)
     assert_equals_one_device(ours, run(make, "auto", data=lambda: loader_of(rows(), ROWS)))
+
+
+@pytest.mark.parametrize("data_parallel", ["replicate", "zero2"])
+def test_leaves_of_the_step_are_written_on_ranks(two_ranks: RankPool, data_parallel: str) -> None:
+    ours = two_ranks.run(_on_ranks, Perturbed, data_parallel)
+    assert {result.mode for result in ours} == {"split"}
+    assert_equals_one_device(ours, run(Perturbed, "auto", data=lambda: loader_of(rows(), ROWS)))
 
 
 @pytest.mark.parametrize(("make", "mode"), [(HalfTheWeights, "eager"), (AssignedByTheOptimizer, "split")])

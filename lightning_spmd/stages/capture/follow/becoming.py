@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.stages.capture.follow import placeholders
-from lightning_spmd.stages.capture.follow.notes import Given, Made, Source, sources_in, tensors_in
+from lightning_spmd.stages.capture.follow.notes import Given, Made, Source, tensors_in
 from lightning_spmd.stages.capture.follow.recorder import Recorder
-from lightning_spmd.stages.capture.follow.step_state import StepState
+from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 
 VIEWED_IN_PLACE = {
     getattr(Tensor, f"{name}_"): getattr(Tensor, name)
@@ -28,16 +29,31 @@ VIEWED_IN_PLACE |= {
 """What makes a tensor a view of itself, and what gives that view."""
 
 
+def data_written(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.data = value`` where neither's memory is seen elsewhere."""
+    with torch.no_grad():
+        tensor.detach().copy_(value.detach())
+
+
+def data_given(tensor: Tensor, value: Tensor) -> None:
+    """``tensor.data = value`` in a step that runs eagerly: they have that memory in common from here on."""
+    tensor.data = value
+
+
 class Becoming:
     """The tensors of one step that become others.
 
     Args:
         step: the step.
         recorder: of its calls.
+
+    Attributes:
+        apart: tensors that have memory of their own, and the results whose memory they should have.
     """
 
     def __init__(self, step: StepState, recorder: Recorder) -> None:
         self._step, self._recorder = step, recorder
+        self.apart: list[tuple[Source, Made]] = []
 
     def viewed_in_place(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A result becomes a view of itself (``transpose_``): a call makes the view, and the result is the view now."""
@@ -91,20 +107,23 @@ class Becoming:
         return ((own, 0), TensorSpec.of(tensor)) == (place, spec)
 
     def can_be_written(self, tensor: Tensor, value: Any) -> bool:
-        """Whether ``tensor.data = value`` may be a write into the tensor: no one else sees its memory.
+        """Whether ``tensor.data = value`` may be a write into the tensor: no one else sees the memory that it has.
 
-        Nothing else has the memory of either, and both are alike but for their values.
+        Both are alike but for their values, and those of the other are a result's.
         """
         step = self._step
         source = step.sources.get(id(value)) if isinstance(value, Tensor) else None
-        if type(source) is not Made or self._recorder.asks(value) or step.memory.is_shared:
-            return False
-        if type(step.sources.get(id(tensor))) in (Made, Given) or not private.is_memory_its_own(tensor):
-            return False
-        note = step.notes[source.depth]
-        if note.roots[source.index][0] != source or note.specs[source.index] != TensorSpec.of(tensor):
+        if type(source) is not Made or type(step.root_of(source)) is not Made or step.memory.is_shared:
             return False
         known = step.sources.get(id(tensor))
+        if type(known) is Given or known is None and not private.is_memory_its_own(tensor):
+            return False
+        if type(known) is Made and not self._recorder.is_leaf(tensor):  # what autograd has saved is another object
+            return False
+        note, mine = step.notes[source.depth], step.notes[known.depth] if type(known) is Made else None
+        spec = TensorSpec.of(tensor) if mine is None or type(known) is not Made else mine.specs[known.index]
+        if note.specs[source.index] != spec or note.sizes is not None or mine is not None and mine.sizes is not None:
+            return False
         key = step.here, known, source
         if key not in step.follower.aliases:
             step.follower.aliases[key] = self._aliases(known, source)
@@ -112,16 +131,25 @@ class Becoming:
         return aliases is not None and not any(self._is_had(handed, index) for handed, index in aliases)
 
     def _aliases(self, tensor: Source | None, value: Made) -> list[tuple[list[Tensor], int]] | None:
-        """Where placeholders are that share memory with one of the two; None if autograd may have saved the tensor."""
+        """Where placeholders are that share memory with the tensor; None if autograd has saved such, or the value."""
         step = self._step
-        for note in step.notes:
-            if any(note.trained) and any(step.root_of(s) == tensor for s in sources_in((note.args, note.kwargs))):
+        roots = {step.root_of(source) for source in (value, tensor) if source is not None}
+        try:
+            recording = self._recorder.so_far()
+        except CannotBeFollowed:
+            return None
+        with step.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+            memory = {private.storage_of(recording.values.of(root)) for root in roots}
+            if any(private.storage_of(saved) in memory for saved in private.saved_for(recording.values.made.values())):
                 return None
+        return [] if tensor is None else self._sharing(step.root_of(tensor), tensor)
+
+    def _sharing(self, root: Source, but: Source | None = None) -> list[tuple[list[Tensor], int]]:
         return [
             (note.handed, index)
-            for note in step.notes
-            for index, (root, _) in enumerate(note.roots)
-            if root in (tensor, value) and note.made[index] != value
+            for note in self._step.notes
+            for index, (of, _) in enumerate(note.roots)
+            if of == root and note.made[index] != but
         ]
 
     def _is_had(self, handed: list[Tensor], index: int) -> bool:
@@ -129,15 +157,42 @@ class Becoming:
         others, arguments = sys.getrefcount(handed[index]) - placeholders.OURS, self._step.held.values()
         return others > 0 and others > sum(t is handed[index] for held in arguments for t in tensors_in(held))
 
-    def write_data(self, tensor: Tensor, value: Tensor) -> None:
-        """The tensor gets the values of a result; the result has the tensor's memory from now on."""
+    def give_data(self, tensor: Tensor, value: Tensor) -> None:
+        """The tensor gets the values of a result, and a plain result the tensor's memory, as Python may write there.
+
+        One of several with the same memory, or with a history, has memory of its own, which shows where it is written.
+        """
         step = self._step
-        step.called(Tensor.copy_, (step.called(Tensor.detach, (tensor,), {}), value), {})
-        alias = value if step.is_eager else step.called(Tensor.detach, (tensor,), {})
+        source: Any = step.sources[id(value)]
+        others = self._sharing(source, source)
+        is_plain = step.root_of(source) == source and not self._recorder.asks(value)
+        self.apart = [pair for pair in self.apart if pair[0] != step.sources.get(id(tensor))]  # it leaves that memory
+        step.called(data_written, (tensor, value), {})
         if step.is_eager:
-            tensor.data = value
             return
-        self._becomes(value, alias)
+        if is_plain and not any(self._is_had(handed, index) for handed, index in others):
+            alias = step.called(Tensor.detach, (tensor,), {})
+            if not step.is_eager:
+                self._becomes(value, alias)
+            return
+        self.apart.append((step.source_of(tensor), source))
+        step.looks_closer = True
+
+    def is_seen(self, writes: Collection[Source] | None = None) -> bool:
+        """Whether a call that writes there would show that a tensor has not the memory that it was given.
+
+        Args:
+            writes: the memory; None: the step is over, and whatever Python still has may be written.
+        """
+        apart, self.apart = self.apart, []
+        for pair in apart:
+            mine, theirs = map(self._step.root_of, pair)
+            if writes is not None and mine not in writes and theirs not in writes:
+                self.apart.append(pair)
+            elif any(self._is_had(handed, index) for handed, index in self._sharing(theirs)):
+                self.apart = apart
+                return True
+        return False
 
     def _becomes(self, tensor: Tensor, other: Tensor) -> None:
         """A result becomes another one, which is new and not referenced elsewhere."""

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.becoming import data_given, data_written
 from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.left_out import LeftOut
@@ -77,6 +78,7 @@ class EagerRun:
         step.on_values()
         self._given_becomes_real()
         values = self._live = Values(step.tensor_of)
+        values.instead[data_written] = data_given
         values.engine.inline, values.engine.scaled = step.functions.inline, step.scaled
         values.engine.parameters = step.parameters
         if step.by_hand is not None:
@@ -120,7 +122,7 @@ class EagerRun:
         step.memory.sync()
         step.autocast = private.autocast_state() or ()
         try:
-            if self._live is None or not isinstance(func, EngineCall):
+            if self._live is None or not (isinstance(func, EngineCall) or func is data_written):
                 return func(*args, **kwargs)
             with step.beside():
                 return self._live.call(func, args, kwargs)

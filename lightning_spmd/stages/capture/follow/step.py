@@ -205,6 +205,7 @@ class Step(StepState, TorchFunctionMode):
         self._lent: dict[int, tuple[Tensor, Tensor]] | None = None  # what an operator gets for what asks for gradients
         self._expected: list[bool] = []
         self._expects_grad = True  # as Python has set it
+        self._made_parameters = set[int]()
         self.added: list[tuple[Source, Source]] = []
         self.needed = 0
 
@@ -226,6 +227,7 @@ class Step(StepState, TorchFunctionMode):
                 if strange is not None:
                     self.eagerly(f"the batch has {strange}")
                 yield
+                self._look_at_what_stays()
                 self.generator.watch()
                 self.memory.look()
                 self.memory.sync()
@@ -267,7 +269,8 @@ class Step(StepState, TorchFunctionMode):
                 self.eagerly("torch.autograd.forward_ad in the step")
             return original
         if name in ("load", "_rebuild_tensor", "__new__", "as_subclass", "_make_subclass"):
-            return functools.partial(self._made_beside, name, original)
+            make = functools.partial(self._made_beside, name, original)
+            return functools.partial(self._parameter, make) if name == "__new__" else make
         if name.startswith("gradients."):  # it looks at gradients to change them alone
             return functools.partial(self._without_a_look, name, original)
         if name.startswith("storage."):
@@ -287,13 +290,27 @@ class Step(StepState, TorchFunctionMode):
         with private.no_torch_functions():
             return self.reads.read(original, (tensor, *args), {})
 
+    def _parameter(self, make: Callable[..., Any], kind: type, data: Any = None, requires_grad: bool = True) -> Any:
+        """``nn.Parameter``, of a result a call."""
+        if id(data) not in self.sources:
+            return make(kind, data, requires_grad)
+        made = private.as_parameter(data.detach().requires_grad_(requires_grad), kind)
+        self._made_parameters.add(id(made))
+        return made
+
+    def _look_at_what_stays(self) -> None:
+        """Parameters that the step made may have joined the module or its optimizer, which train them from here on."""
+        made = self._made_parameters if not self.is_eager else None
+        if made and any(id(p) in made and self.asks(p) for p in self.parameters()):
+            self.eagerly("a parameter of what the step has computed joins the module or its optimizer")
+        if self.becoming.apart and not self.is_eager and self.becoming.is_seen():
+            self.eagerly("tensor.data = ... in the step, of a tensor that is kept")
+
     def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What gives the user's own tensor, unless it is made of the step's results: a parameter, one of a file."""
         with private.no_torch_functions():
             if any(id(t) in self.sources for t in tensors_in((args, kwargs))):
-                self.eagerly(
-                    "a parameter of what the step has computed" if name == "__new__" else f"{name} in the step"
-                )
+                self.eagerly(f"{name} in the step")
                 return original(*args, **kwargs)
             with self.beside():
                 return original(*args, **kwargs)
@@ -455,7 +472,7 @@ class Step(StepState, TorchFunctionMode):
             if self.wrapped.are_noted and any(map(private.is_wrapped, tensors_in((args, kwargs)))):
                 self.wrapped.check_step((args, kwargs))
                 self.eagerly("a call of what a transform of torch.func has returned", again=True)
-            if self._is_under_hooks(func):
+            if self._is_looked_at(func):
                 return self.called(func, args, kwargs or {})
         for note in reversed(children := self.here.children):
             if note.func is func and note.take is not None and (note.at is self.at or moved(note, self.at)):
@@ -513,9 +530,10 @@ class Step(StepState, TorchFunctionMode):
         self._wholes[id(whole)] = whole
         return whole
 
-    def _is_under_hooks(self, func: Any) -> bool:
-        """Whether the user's saved-tensor hooks apply to a call."""
-        return bool(self.saved.hooks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
+    def _is_looked_at(self, func: Any) -> bool:
+        """Whether a call is to be looked at more closely than one that is known from before."""
+        looks = self.saved.hooks or self.becoming.apart
+        return bool(looks and self.follower.kinds.get(func) == "call" and not isinstance(func, EngineCall))
 
     def _kind_of(self, func: Any) -> str:
         """How to treat calls of a function, found at its first call."""
@@ -644,10 +662,10 @@ class Step(StepState, TorchFunctionMode):
             self.recorder.unmet(known)
             if len(self.follower.numbers.get(func, ())) > places:
                 return self.called(func, args, kwargs)
-            if isinstance(func, FunctionType):  # torch's own Python, which reads one of its operators' results
-                self.follower.kinds[func] = "checks"
-                return self._otherwise("checks", func, args, kwargs)
-            return self.reads.asks_for_values(func, args, kwargs)
+            if self.is_below:
+                return self.reads.asks_for_values(func, args, kwargs)
+            self.follower.kinds[func] = "checks"
+            return self._otherwise("checks", func, args, kwargs)
         if note is None:
             return self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
@@ -718,6 +736,9 @@ class Step(StepState, TorchFunctionMode):
     def take(self, note: Note, args: Any, kwargs: Any) -> Any:
         if self.memory.refuses(note):
             self.eagerly(f"{note.name} writes into memory that may be an array's or a storage's as well")
+            return self.for_good(note.func, args, kwargs)
+        if self.becoming.apart and self.becoming.is_seen(note.writes):
+            self.eagerly(f"{note.name} writes into memory that tensor.data = ... has given to two tensors")
             return self.for_good(note.func, args, kwargs)
         if self._wholes and any(type(s) is Outside and id(self.outside[s.number]) in self._wholes for s in note.writes):
             self.eagerly(f"{note.name} writes into a tensor in parts that is no parameter or buffer of the module")
@@ -811,7 +832,7 @@ class Step(StepState, TorchFunctionMode):
         if (owner, name) == ("data", "__set__") and (args[0] is args[1] or self.becoming.is_all_of(args[0], args[1])):
             return None
         if (owner, name) == ("data", "__set__") and self.becoming.can_be_written(args[0], args[1]):
-            return self.becoming.write_data(args[0], args[1])
+            return self.becoming.give_data(args[0], args[1])
         if mine or name in ("backward",):
             what = f"tensor.{owner} = ..." if name == "__set__" else f"{name} of {owner or 'a tensor'}"
             self.eagerly(f"{what} in the step")

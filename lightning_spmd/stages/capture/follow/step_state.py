@@ -108,7 +108,7 @@ class StepState:
         memory: memory that tensors share with others and with arrays.
         scaled: gives the scaled loss, with which its backward pass begins.
         draws_as_eager: whether graphs draw eager training's numbers, from torch's own generators.
-        parameters: gives the parameters to whose ``.grad`` Python in the backward pass of the loss may add.
+        parameters: gives those of the module and its optimizer as they are now.
         whole: gives the whole tensors of the batch on several ranks, where Python gets stand-ins.
         gathered: gives the whole of a tensor in parts that is none of the module's, on all ranks together.
         owns: whether a tensor in parts, no parameter, was the module's when the step began, or is a gradient.

@@ -42,6 +42,7 @@ class Values:
         world: in which calls of manual optimization are made; None where there are none.
         engine: autograd's.
         number: gives a number that follows from sizes of the batch.
+        instead: what is called in place of some functions.
         on_same: told of a mask, and of the one that was made before and is the same; None if nobody asks.
     """
 
@@ -51,6 +52,7 @@ class Values:
         self.number: Callable[[Any], Any] = in_step
         self.on_same: Callable[[Tensor, Tensor], None] | None = None
         self.made: dict[Made, Tensor] = {}
+        self.instead: dict[Any, Callable[..., Any]] = {}
         self.done = 0
         self._of_outside = of_outside
         self._block: int | None = None
@@ -116,7 +118,7 @@ class Values:
             return func.make(self, *args, **kwargs)
         if isinstance(func, CallByHand) and self.world is not None:
             return func.make(self.world, *args)
-        return func(*args, **kwargs)
+        return self.instead.get(func, func)(*args, **kwargs)
 
     def keep(self, depth: int, out: Any, operands: Any) -> None:
         """Remember the results of a call that is being recorded."""

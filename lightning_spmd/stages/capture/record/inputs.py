@@ -133,6 +133,8 @@ class InputTable:
 def twin_of(live: Tensor, fake_mode: Any) -> Tensor:
     """The fake twin of a live tensor; of a sharded one it is the whole."""
     if not isinstance(live, DTensor):
+        if live.is_leaf and live.grad is not None and type(live.grad) is not Tensor:  # it stands for one
+            return fake_mode.from_tensor(live.detach(), static_shapes=True).requires_grad_(live.requires_grad)
         return fake_mode.from_tensor(live, static_shapes=True)
     with private.disable_dispatch_modes(), fake_mode, torch.inference_mode(live.is_inference()):
         fake = torch.empty_strided(live.shape, live.stride(), dtype=live.dtype, device=live.device)
