@@ -160,7 +160,7 @@ REFUSALS: dict[str, tuple[Any, str]] = {
         lambda x: x * torch.allclose(x.long(), x.long()), r"aten.allclose.default reads the .*test_mended.py:\d+",
     ),
     "a shape": (
-        lambda x: torch.unique_consecutive(x), r"the shape of what aten.*depends on the data.*test_mended.py:\d+",
+        lambda x: torch.linalg.lstsq(x, x).solution, r"the shape of what aten.*depends on the data.*test_mended.py:\d+",
     ),
     "a size": (lambda x: x[x > 0], r"the value of a tensor is read.*test_mended.py:\d+"),
     "positions": (

@@ -1,4 +1,4 @@
-"""Results as large as the data say (``x[mask]``, ``unique``): a graph for each size, one device's numbers."""
+"""Results as large as the data say (``x[mask]``, ``unique``): one graph for all sizes, one device's numbers."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ class Kinds(Quiet):
         return sum(w * by_kind[i] for i, w in enumerate(weights.values())) / len(weights) + twice.mean()
 
 
+class OtherKinds(Quiet):
+    """``unique`` of numbers with fractions, of rows, and of neighbours; classes are counted by ``one_hot``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        values, of_row = torch.unique(x[:, 0].round() * 0.5, return_inverse=True)
+        pairs, of_pair = torch.unique((x[:, :2] > 0).long(), dim=0, return_inverse=True)
+        columns = torch.unique((x > 0).float(), dim=1)
+        runs, of_run, lengths = torch.unique_consecutive(y, return_inverse=True, return_counts=True)
+        weights = values[of_row] + pairs[of_pair].sum(1) + runs[of_run] * lengths[of_run] + columns.sum(1)
+        return (F.cross_entropy(out, y, reduction="none") * weights).mean() + out.mean() / F.one_hot(y).shape[1]
+
+
 class Transcribes(Quiet):
     """CTC over flat targets, whose lengths are tensors; a recurrent layer's states have time outermost in memory."""
 
@@ -62,7 +76,7 @@ class Overwrites(Quiet):
         return F.cross_entropy(self.last(written), y)
 
 
-WAYS = [Masks, Kinds, Transcribes]
+WAYS = [Masks, Kinds, OtherKinds, Transcribes]
 
 
 def _few() -> Any:

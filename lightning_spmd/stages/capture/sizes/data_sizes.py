@@ -7,6 +7,7 @@ are equal bit for bit. The gradient uses the same positions.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD, PAD_TARGETS
+from lightning_spmd.ir.operators.unique import UNIQUE, UNIQUE_COUNT
 
 aten = torch.ops.aten
-_UNIQUE = aten._unique2.default  # noqa: SLF001 - an operator's public name
+_FLAT = aten._unique2.default  # noqa: SLF001 - an operator's public name
+_UNIQUE = (_FLAT, aten.unique_dim.default, aten.unique_consecutive.default)
 _CTC_OF_TENSORS = aten._ctc_loss.Tensor  # noqa: SLF001 - an operator's public name
 _CTC_BACKWARD = aten._ctc_loss_backward  # noqa: SLF001 - an operator's public name
 _ASKS_FOR_LIBRARY = frozenset(
@@ -59,11 +62,11 @@ class DataSizes:
             aten.masked_select.default: self._masked_select,
             aten.index.Tensor: self._index,
             aten.repeat_interleave.Tensor: self._repeat_interleave,
-            _UNIQUE: self._unique,
             aten.bincount.default: self._bincount,
             _CTC_OF_TENSORS: self._ctc_loss,
             _CTC_BACKWARD.Tensor: self._ctc_loss_backward,
             **dict.fromkeys(_ASKS_FOR_LIBRARY, _not_a_library),
+            **{func: functools.partial(self._unique, func) for func in _UNIQUE},
             **{func: self._scatter_of(func) for func in _SCATTERS},
         }
 
@@ -72,10 +75,6 @@ class DataSizes:
         form = self._forms.get(func)
         if form is None or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
             return None
-        if func is _UNIQUE and (
-            args[0].dtype.is_floating_point or args[0].dtype.is_complex or not (args[1:2] or [True])[0]
-        ):
-            return None  # eager's order, or which of equal values it keeps, is its own
         if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
             return None
         if func in (_CTC_OF_TENSORS, _CTC_BACKWARD.Tensor) and args[1 + (func is _CTC_BACKWARD.Tensor)].dim() == 2:
@@ -184,27 +183,13 @@ class DataSizes:
         bins = call(aten.zeros.default, [size], dtype=summed.dtype, device=device)
         return call(aten.index_add.default, bins, 0, places, summed)
 
-    def _unique(
-        self, source: Tensor, _sorted: bool = True, inverse: bool = False, counts: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        call = self._call
-        flat = call(aten.view.default, call(aten.clone.default, source, memory_format=torch.contiguous_format), [-1])
-        size = flat.shape[0]
-        ordered, places = call(aten.sort.default, flat)
-        first = call(aten.ones.default, [min(size, 1)], dtype=torch.bool, device=source.device)
-        steps = [call(aten.slice.Tensor, ordered, 0, 1), call(aten.slice.Tensor, ordered, 0, 0, max(size - 1, 0))]
-        begins = call(aten.cat.default, [first, call(aten.ne.Tensor, *steps)] if size > 1 else [first])
-        found = call(aten.select.int, self._positions(begins), 1, 0)
-        values = call(aten.index.Tensor, ordered, [found])
-        of_each = of_value = call(aten.empty.memory_format, [0], dtype=torch.int64, device=source.device)
-        if inverse:
-            ranks = call(aten.sub.Tensor, call(aten.cumsum.default, begins, 0), 1)
-            of_each = call(aten.view.default, call(aten.scatter.src, places, 0, places, ranks), list(source.shape))
-        if counts:
-            end = call(aten.full.default, [1], size, dtype=torch.int64, device=source.device)
-            ends = call(aten.cat.default, [call(aten.slice.Tensor, found, 0, 1), end])
-            of_value = call(aten.sub.Tensor, ends, found)
-        return values, of_each, of_value
+    def _unique(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {"dim": None, "sorted": True, **_by_name(func, args, kwargs)}
+        source, consecutive = given["self"], func is aten.unique_consecutive.default
+        self.slot += 1
+        size = self._number(self._call(UNIQUE_COUNT, source, given["dim"], consecutive))
+        flags = given["sorted"], given["return_inverse"], given["return_counts"]
+        return self._call(UNIQUE, source, given["dim"], consecutive, *flags, size)
 
     def _ctc_loss(self, scores: Tensor, targets: Tensor, *lengths_and_rest: Any, **more: Any) -> Any:
         call, (lengths, target_lengths, *_) = self._call, lengths_and_rest
@@ -221,6 +206,12 @@ class DataSizes:
 
     def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
         return tuple(map(self._key, tensors))
+
+
+def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a call by name."""
+    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - an operator's description
+    return dict(zip(names, _in_order(func, args, kwargs), strict=True))
 
 
 def _in_order(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
