@@ -49,7 +49,7 @@ from lightning_spmd.stages.capture.follow.queue import (
     wanted_by,
 )
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
-from lightning_spmd.stages.capture.follow.step import Step
+from lightning_spmd.stages.capture.follow.step import NEW_PATH, Step
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.record.packing import parameter_names
@@ -509,6 +509,7 @@ class Following:
         self._leaves: dict[Any, list[int]] = {}
         """Numbers of tensors from outside that are no parameters and ask for gradients, by path."""
         self._taken: dict[Any, int] = {}
+        self._most_new_paths = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
         """How often steps took each path."""
 
     # ------------------------------------------------------------------ names of the module's tensors
@@ -549,6 +550,11 @@ class Following:
         return (part._buffers.get(last) if own is None else own) is tensor  # noqa: SLF001 - as above
 
     # ------------------------------------------------------------------ a step
+    @property
+    def may_run_again(self) -> bool:
+        """Whether the next step may have to run again from its start, so that what it changes is to be put back."""
+        return self._follower.may_transform or not self._follower.recorded
+
     def step(
         self,
         batch: Batch,
@@ -575,7 +581,7 @@ class Following:
         step = Step(self._follower, given, vary, batch.tensor_values)
         del given
         self._has_own_batch = meeting is not None and meeting.is_own
-        step.draws_as_eager = context.mesh is None
+        step.draws_as_eager, step.may_run_again = context.mesh is None, self.may_run_again
         if meeting is not None:
             meeting.follow(step, lambda: self._calls_of(step), helps=not (meeting.is_own or self._evaluates))
         step.on_values, step.scaled = functools.partial(self._flush_beside, step), self._scaled
@@ -585,6 +591,8 @@ class Following:
             owned = self._owned()
             step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
+        may_wait = not (step.must_be_graph or self._has_own_batch)
+        step.knows_many_paths = may_wait and not self._evaluates and len(self._taken) >= self._most_new_paths
         wants: dict[Want, int] = {}
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:
@@ -674,7 +682,7 @@ class Following:
         if step.is_eager and (step.must_be_graph or self._evaluates):  # the user's code swallowed that
             raise NoEagerWay(_in_words(step))
         if step.is_eager:
-            self.count_eager(_in_words(step) or "")
+            self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         loss = returned.get("loss") if isinstance(returned, dict) else returned
         has_loss = not self._is_by_hand and not self._evaluates
@@ -698,10 +706,9 @@ class Following:
             step, wants, source, logs() if is_own else (), in_parts=meeting is not None and not is_own
         )
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        may_wait = not step.must_be_graph and not is_own
-        most = NEW_PATHS_IN_PARTS if self._evaluates else NEW_PATHS
-        if self._taken[step.path] == 1 and len(self._taken) > most and may_wait:
-            step.eagerly("it takes a path that no step took before")
+        if self._taken[step.path] == 1 and may_wait and len(self._taken) > self._most_new_paths:
+            step.eagerly(NEW_PATH)
+            self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         if step.data_counts.apart is not None:
             step.eagerly(step.data_counts.apart)
@@ -917,12 +924,22 @@ class Following:
             results = replay(self._context.module, calls, values, batch.values, rows, is_global=is_global, log=log)
         queue.worked_off(results)
 
+    def _count_eager_of(self, step: Step) -> None:
+        """A step has run eagerly; one that only waits for others on its path does not end the following."""
+        if step.reason is not None and step.reason[0] == NEW_PATH:
+            self._tell_once(NEW_PATH, _in_words(step) or "")
+        else:
+            self.count_eager(_in_words(step) or "")
+
+    def _tell_once(self, key: str, reason: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            tell(f"strategy='spmd' ran a step eagerly: {reason}")
+
     def count_eager(self, reason: str) -> None:
         """A step that was followed has run eagerly."""
         self._eager += 1
-        if reason not in self._told:
-            self._told.add(reason)
-            tell(f"strategy='spmd' ran a step eagerly: {reason}")
+        self._tell_once(reason, reason)
         # a rank's own batch costs no more so, and weighs what it weighs in graphs
         if not self._has_own_batch and self._eager == (MOST_EAGER if self._has_graphs else MOST_EAGER_AT_FIRST):
             self.ended = reason

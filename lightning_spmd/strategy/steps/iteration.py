@@ -176,7 +176,8 @@ class TrainingIteration:
             if not own:
                 self.table.open.note(batch)
             meeting = self._meeting(request)
-            before = AsBefore(self.context.module, tensors=True) if meeting is not None and meeting.is_new else None
+            keeps = following.may_run_again or meeting is not None and meeting.is_new
+            before = AsBefore(self.context.module, tensors=True) if keeps else None
             pieces = self._pieces_of(request, meeting)
             beginning = functools.partial(self._run_beginning, request, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.streams:

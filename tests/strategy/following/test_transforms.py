@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,38 @@ def test_a_step_that_runs_again_is_eagers(make: Callable[[Quiet, Tensor], Tensor
             return F.cross_entropy(self(batch[0]), batch[1]) + make(self, batch[0]) / 10
 
     assert_as_eager(Module, "eager", max_epochs=1)
+
+
+class Counts(Quiet):
+    """A step that begins anew counts, and draws Python's numbers, once."""
+
+    begins_behind = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.drawn = 0, list[float]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.steps += 1
+        self.drawn.append(random.random())
+        out = self(x)
+        if self.steps > self.begins_behind:
+            out, pull = torch.func.vjp(self, x)
+            out = out + pull(torch.ones_like(out))[0].mean()
+        return F.cross_entropy(out * self.drawn[-1], y) / self.steps
+
+    def on_train_end(self) -> None:
+        assert self.steps == len(self.drawn) == 6
+
+
+class CountsLater(Counts):
+    begins_behind = 3
+
+
+@pytest.mark.parametrize("make", [Counts, CountsLater])
+def test_what_a_step_changed_before_it_ran_again_is_put_back(make: type[Quiet]) -> None:
+    assert_as_eager(make, "eager", max_epochs=1)
 
 
 class Keeps(Quiet):

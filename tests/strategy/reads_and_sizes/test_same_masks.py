@@ -104,7 +104,24 @@ class Annealed(Watched):
         return torch.cat(found).sum() / ROWS
 
 
-CAPTURES = {Twice: 2, ByName: 2, Ignored: 2, Written: 4, MaskWritten: 2, Drawn: 3, Annealed: 6}
+class Bisected(Watched):
+    """A mask that follows from thirty others, computed twice."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+
+        def mask() -> Tensor:
+            low = x[:, 0]
+            for _ in range(30):
+                middle = low * 0.9 + 0.1
+                low = torch.where(middle * x[:, 1] > 0, middle, low)
+            return low > 0.5
+
+        return losses[mask()].sum() + losses[mask()].square().sum()
+
+
+CAPTURES = {Twice: 2, ByName: 2, Ignored: 2, Written: 4, MaskWritten: 2, Drawn: 3, Annealed: 6, Bisected: 2}
 
 
 @pytest.mark.parametrize("make", CAPTURES)

@@ -14,6 +14,9 @@ from lightning_spmd.stages.capture.follow.notes import Note, Place
 from lightning_spmd.stages.capture.follow.sizes import OpenTree
 from lightning_spmd.stages.capture.follow.wrapped import Wrapped
 
+RECORDED_AT_FIRST, ONE_IS_RECORDED_IN = 16, 32
+"""Of the steps that leave the known paths, if these are many."""
+
 
 class Follower:
     """The known paths of one method of a module.
@@ -41,6 +44,9 @@ class Follower:
         """The tensors on the host with which compiled notes compare, by number of the note and its own."""
         self.aliases: dict[Any, list[tuple[list[Tensor], int]] | None] = {}
         """Where placeholders are that share memory with a tensor or a result, by the call before and both sources."""
+        self.may_transform = False
+        """Whether a step has used transforms of torch.func: such steps may have to run again from their start."""
+        self._left = 0
         self.recorded = 0
         """Calls that were recorded, of all steps."""
 
@@ -90,6 +96,14 @@ class Follower:
             for key, root in self._roots.items()
             if len(key) == len(self.given) and _kind_of_batch(places, key) == mine
         ]
+
+    def records_another(self) -> bool:
+        """Whether a step that leaves all known paths, of which there are many, is recorded.
+
+        To record a step takes some thirty times as long as to run it. A path that is taken often will be met.
+        """
+        self._left += 1
+        return self._left <= RECORDED_AT_FIRST or self._left % ONE_IS_RECORDED_IN == 0
 
     def forget_objects(self) -> None:
         """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""

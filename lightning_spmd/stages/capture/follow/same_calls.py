@@ -14,7 +14,7 @@ import torch
 from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
-from lightning_spmd.stages.capture.follow.notes import SOURCES, Made, Note, Place, Source, leaves_by_place
+from lightning_spmd.stages.capture.follow.notes import SOURCES, Made, Note, Place, Source, leaves_by_place, sources_in
 from lightning_spmd.stages.capture.follow.sizes import is_like
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 
@@ -40,13 +40,23 @@ def same_before(
     note.varies = any(_differs_from(sibling, note) for sibling in siblings)
     if not any(spec.dtype in _MASKS for spec in note.specs):
         return None
+    calls = [*path, note]
+    for call in calls:
+        if call.kin is None:
+            call.kin = _kin(call, calls)
     for before in reversed(path):
-        search = _Search([*path, note], root_of)
-        if search.is_same(before, note) and search.are_unwritten(before, note.depth):
+        search = _Search(calls, root_of)
+        if before.kin == note.kin and search.is_same(before, note) and search.are_unwritten(before, note.depth):
             for relied_on in search.found:
                 relied_on.plain.update(place for place, _ in _numbers_in(relied_on))
             return before.depth
     return None
+
+
+def _kin(note: Note, path: Sequence[Note]) -> int:
+    """A hash that calls have in common if they are the same functions of what is not computed in the step."""
+    sources = sources_in((note.args, note.kwargs))
+    return hash((note.func, *[(path[s.depth].kin, s.index) if type(s) is Made else s for s in sources]))
 
 
 def _numbers_in(note: Note) -> Iterator[tuple[Place, Any]]:
@@ -75,9 +85,22 @@ class _Search:
     def __init__(self, path: Sequence[Note], root_of: Callable[[Source], Any]) -> None:
         self._path, self._root_of = path, root_of
         self.found: list[Note] = []
+        self._pending: list[tuple[Note, Note]] = []
 
     def is_same(self, one: Note, other: Note) -> bool:
         """Whether two calls give equal results; the first one is the earlier."""
+        self._pending = [(one, other)]
+        compared: set[tuple[int, int]] = set()
+        while self._pending:
+            one, other = self._pending.pop()
+            if (one.depth, other.depth) not in compared:
+                compared.add((one.depth, other.depth))
+                if not self._are_like(one, other):
+                    return False
+        return True
+
+    def _are_like(self, one: Note, other: Note) -> bool:
+        """Whether two calls are the same but for tensors that are still to be compared."""
         if one.depth >= other.depth or one.func != other.func or one.around != other.around or other.counts:
             return False
         if not all(map(is_repeatable, (one, other))):
@@ -108,7 +131,8 @@ class _Search:
             return False
         if not all(self._is_unwritten(made, made.depth, other.depth) for made in (mine, its)):
             return False
-        return self.is_same(self._path[mine.depth], self._path[its.depth])
+        self._pending.append((self._path[mine.depth], self._path[its.depth]))
+        return True
 
     def are_unwritten(self, note: Note, end: int) -> bool:
         """Whether the results of a call are unchanged until another call."""

@@ -82,6 +82,7 @@ _READ_OPERATORS = {
     *(getattr(torch.ops.aten, name).default for name in ("_local_scalar_dense", "item", "equal", "is_nonzero")),
 }
 _NOWHERE = torch.device("meta")
+NEW_PATH = "it takes a path that no step took before"
 _MEMORY_OF: Any = Tensor.data
 _COPIES = "copies of the step's results, by what has the memory"
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
@@ -276,8 +277,11 @@ class Step(StepState, TorchFunctionMode):
         if name.startswith("storage."):
             return functools.partial(self._of_storage, name, original)
         if name in private.TRANSFORMS:  # what they compute is seen below them
-            if not self.has_transforms:
-                self.has_transforms = self.looks_closer = True
+            if not (self.has_transforms or self.may_run_again or self.must_be_graph):
+                self.follower.may_transform = True
+                self.eagerly("the first transform of torch.func, in a step that is not the first")
+            elif not self.has_transforms:
+                self.follower.may_transform = self.has_transforms = self.looks_closer = True
                 self.random_before = private.generator_states()
             return original
         if self.draws_as_eager and name in _OF_GENERATORS:
@@ -642,6 +646,11 @@ class Step(StepState, TorchFunctionMode):
         if self.knows_too_many() and not self.must_be_graph:
             self.eagerly(f"{getattr(func, '__name__', func)} is called with other arguments in every step")
             return self.for_good(func, args, kwargs)
+        if self.knows_many_paths:  # decided once
+            self.knows_many_paths = False
+            if not self.follower.records_another():
+                self.eagerly(NEW_PATH)
+                return self.for_good(func, args, kwargs)
         places = len(self.follower.numbers.get(func, ()))
         try:
             note = self.recorder.record(func, args, kwargs, around, self.data_counts.counts_first)

@@ -114,6 +114,8 @@ class StepState:
         owns: whether a tensor in parts, no parameter, was the module's when the step began, or is a gradient.
         must_be_graph: whether the step must not run eagerly.
         applied: functions with Python in their backward passes that the call under way has applied below torch's own.
+        knows_many_paths: whether a new path is of use only if another step takes it.
+        may_run_again: whether what the step changes in Python could be put back.
         runs_again: the step cannot go on eagerly from where it is.
         draws_elsewhere: whether graphs draw other numbers than torch's generator, as on several ranks.
     """
@@ -142,7 +144,8 @@ class StepState:
         self.wrapped = follower.wrapped
         self.wrapped.new_step()
         self.looks_closer = self.wrapped.are_noted
-        self.has_transforms = self.is_below = self.runs_again = False
+        self.knows_many_paths = False
+        self.has_transforms = self.is_below = self.runs_again = self.may_run_again = False
         self.random_before: Any = None
         self.block = 0
         self.autocast: tuple[tuple[str, torch.dtype], ...] = ()
