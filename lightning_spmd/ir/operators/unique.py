@@ -29,6 +29,10 @@ def _count(x: Tensor, dim: int | None, consecutive: bool) -> Tensor:
     return torch.tensor(values.shape[dim or 0], device=x.device)
 
 
+def _count_shape(x: Tensor, dim: int | None, consecutive: bool) -> Tensor:
+    return x.new_empty((), dtype=torch.int64)
+
+
 def _unique(
     x: Tensor, dim: int | None, consecutive: bool, is_sorted: bool, inverse: bool, counts: bool, size: int
 ) -> _Three:
@@ -53,7 +57,7 @@ def _shapes(
 UNIQUE_COUNT = define_operator(
     "unique_count(Tensor x, int? dim, bool consecutive) -> Tensor",
     _count,
-    lambda x, dim, consecutive: x.new_empty((), dtype=torch.int64),
+    _count_shape,
 )
 UNIQUE = define_operator(
     "unique(Tensor x, int? dim, bool consecutive, bool sorted, bool inverse, bool counts, SymInt size)"

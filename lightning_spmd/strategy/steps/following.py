@@ -27,7 +27,7 @@ from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
-from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.follower import MANY_CALLS, Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
@@ -592,7 +592,8 @@ class Following:
             step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         may_wait = not (step.must_be_graph or self._has_own_batch)
-        step.knows_many_paths = may_wait and not self._evaluates and len(self._taken) >= self._most_new_paths
+        are_many = len(self._taken) >= self._most_new_paths or self._follower.recorded > MANY_CALLS
+        step.knows_many_paths = may_wait and not self._evaluates and are_many
         wants: dict[Want, int] = {}
 
         def want(tensor: Tensor, role: OutputRole) -> int | Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, autograd, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightning_spmd.stages.capture.follow import recorder
 from tests.helpers.training import InOrder, fit
 from tests.untidy.untidy import ROWS, WIDTH, Untidy, samples
 
@@ -445,3 +446,29 @@ class SparseInTransform(Noted):
 
 def test_a_step_that_goes_on_eagerly_in_a_transform_runs_again() -> None:
     assert_same(SparseInTransform, 0)
+
+
+class OfItsOwnLeaf(Noted):
+    """An own function is given what the step has made a leaf, as those of gpytorch are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.body(x)
+        for _ in range(3):
+            made, _ = Scaled.apply(h.detach().requires_grad_(), self.head.weight[0], 2.0, "leaf")
+            h = h + made * 0.1
+        return self.loss_of(h, y)
+
+
+def test_known_steps_are_not_recorded_to_say_what_asks_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = 0
+    begin = recorder.Recording.__init__
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal made
+        made += 1
+        begin(self, *args, **kwargs)
+
+    monkeypatch.setattr(recorder.Recording, "__init__", counting)
+    assert_same(OfItsOwnLeaf)
+    assert made == 1

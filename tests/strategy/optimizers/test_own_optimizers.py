@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import lightning as L
@@ -108,6 +109,35 @@ class Polyak(torch.optim.Optimizer):
         return loss
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Shows by a property the groups of the optimizer that it wraps, and every third step averages their weights."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks: Any = OrderedDict()
+        self._optimizer_step_post_hooks: Any = OrderedDict()
+        self.inner, self.defaults, self.state, self.count = inner, inner.defaults, defaultdict(dict), 0
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inner.step(closure)
+        self.count += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            slow = self.state[p].setdefault("slow", p.clone())
+            if self.count % 3 == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
 def _of(kind: Any, base: type = Net) -> type[Net]:
     class Own(base):  # type: ignore[misc,valid-type]
         def configure_optimizers(self) -> Any:
@@ -121,6 +151,7 @@ KINDS: dict[str, Any] = {
     "sam": Sharp,
     "sam if it can": SharpIfItCan,
     "ahead": lambda p: Ahead(p, lr=0.1),
+    "wrapper": lambda p: Wrapper(torch.optim.Adam(p, lr=0.01)),
     "polyak": Polyak,
     "lion": Lion,
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
@@ -266,6 +297,11 @@ class SlowByHand(ByHand):
         return Slow(self.net.parameters(), lr=0.1, momentum=0.9)
 
 
+class WrapperByHand(ByHand):
+    def configure_optimizers(self) -> Any:
+        return Wrapper(torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9))
+
+
 class SharpByHand(ByHand):
     def act(self, batch: Any, batch_idx: int, optimizer: Any) -> Any:
         def closure() -> Any:
@@ -280,7 +316,7 @@ class SharpByHand(ByHand):
         return Sharp(self.net.parameters())
 
 
-@pytest.mark.parametrize("make", [ByHand, SlowByHand, SharpByHand])
+@pytest.mark.parametrize("make", [ByHand, SlowByHand, WrapperByHand, SharpByHand])
 def test_by_hand_it_is_followed(make: Any) -> None:
     theirs, ours = (by_hand.fit(make, strategy, batches=12) for strategy in ("auto", "spmd"))
     by_hand.assert_bitwise(by_hand.state_of(*ours), by_hand.state_of(*theirs))

@@ -76,6 +76,20 @@ class Overwrites(Quiet):
         return F.cross_entropy(self.last(written), y)
 
 
+class Codes(Quiet):
+    """Masks of as many rows as are known (codes of a quantizer that are replaced): with a gradient, and without."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self(x)
+        mask = torch.arange(2 * len(x)) % 2 == 0
+        placed, codes = torch.zeros(2 * len(x), 3), torch.ones(2 * len(x), 3)
+        placed[mask] = out
+        with torch.no_grad():
+            codes[mask] = out
+        return F.cross_entropy(placed[mask], y) + (placed * codes).mean()
+
+
 WAYS = [Masks, Kinds, OtherKinds, Transcribes]
 
 
@@ -83,7 +97,7 @@ def _few() -> Any:
     return InOrder(rows(16), ROWS, shuffle=False)
 
 
-@pytest.mark.parametrize("make", [*WAYS, Overwrites])
+@pytest.mark.parametrize("make", [*WAYS, Overwrites, Codes])
 def test_sizes_that_the_data_say_stay_in_graphs(make: type[Net]) -> None:
     """Two batches, each three times: bitwise."""
     assert_compiled(assert_as_eager(make, data=_few))

@@ -37,8 +37,9 @@ class DataCounts:
         self._fewest: int | None = None
 
     def is_pinned(self, note: Note) -> bool:
-        """Whether this step has the counts that a call requires."""
-        return not note.pins or all(self._step.counts[i] == count for i, count in note.pins.items())
+        """Whether this step has the counts that a call requires, as far as they are known before it."""
+        counts = self._step.counts
+        return not note.pins or all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())
 
     def counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
         """The counts of a call that is not noted yet."""
@@ -108,6 +109,8 @@ class DataCounts:
         """
         if note.pins:
             self._fewest = None
+            if not self.is_pinned(note):
+                raise CannotBeFollowed(f"{note.name} is given another number of rows or elements than before")
         if note.apart is not None:
             raise CannotBeFollowed(note.apart)
         if note.least and self.fewest < note.least:
@@ -148,7 +151,7 @@ class DataCounts:
                 reason = self._find_sizes_of(note, rows, few, fits)
                 if reason is not None:
                     operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
-                    counts = set[int]().union(*(operand.needs for operand in operands)) - self.pins.keys()
+                    counts = set(note.counts).union(*(operand.needs for operand in operands)) - self.pins.keys()
                     if not counts:
                         for later in step.notes[depth:]:
                             later.apart, later.least = reason, 0

@@ -14,8 +14,10 @@ from lightning_spmd.stages.capture.follow.notes import Note, Place
 from lightning_spmd.stages.capture.follow.sizes import OpenTree
 from lightning_spmd.stages.capture.follow.wrapped import Wrapped
 
-RECORDED_AT_FIRST, ONE_IS_RECORDED_IN = 16, 32
-"""Of the steps that leave the known paths, if these are many."""
+RECORDED_AT_FIRST = 16
+"""Of the steps that leave the known paths, if these are many; of later ones fewer and fewer."""
+MANY_CALLS = 4096
+"""Paths of so many calls together are many: to record a call takes some thirty times as long as to make it."""
 
 
 class Follower:
@@ -98,12 +100,11 @@ class Follower:
         ]
 
     def records_another(self) -> bool:
-        """Whether a step that leaves all known paths, of which there are many, is recorded.
-
-        To record a step takes some thirty times as long as to run it. A path that is taken often will be met.
-        """
+        """Whether a step that leaves all known paths, of which there are many, is recorded."""
         self._left += 1
-        return self._left <= RECORDED_AT_FIRST or self._left % ONE_IS_RECORDED_IN == 0
+        if self._left <= RECORDED_AT_FIRST:
+            return self.recorded <= MANY_CALLS
+        return self._left.bit_count() == 1  # a path that is taken often will be met
 
     def forget_objects(self) -> None:
         """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""

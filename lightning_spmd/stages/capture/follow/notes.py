@@ -195,6 +195,7 @@ class Note:
         free: places of numbers that differ from step to step.
         plain: places of numbers that decide whether masks are the same; another number is another call.
         varies: it is a call in whose place others came, with other numbers in such places.
+        asking: whether results that calls write into or train require gradients behind this call.
         kin: a hash of what it computes; None where nobody has asked.
         same: the depth of the call that made the same masks before; None if there is none.
         fakes: what the call made, as fake tensors of the recording.
@@ -242,6 +243,7 @@ class Note:
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])
     varies: bool = False
+    asking: dict[Made, bool] = field(default_factory=dict["Made", bool])
     kin: int | None = None
     same: int | None = None
     fakes: list[Tensor] = field(default_factory=list[Tensor])

@@ -467,8 +467,12 @@ class Recorder:
         source = self._step.sources.get(id(tensor))
         if type(source) is not Made:
             return tensor.requires_grad
-        written = self.now is not None or source.index in self._step.notes[source.depth].written
-        return self.fake_now(source).requires_grad if written else self.is_trained(source)
+        if self.now is None and source.index not in self._step.notes[source.depth].written:
+            return self.is_trained(source)
+        known = self._step.here.asking
+        if source not in known:
+            known[source] = self.fake_now(source).requires_grad
+        return known[source]
 
     def is_trained(self, source: Made) -> bool:
         """Whether a result requires gradients."""

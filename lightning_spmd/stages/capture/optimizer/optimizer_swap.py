@@ -8,6 +8,7 @@ the optimizer itself inside the graph, exactly as eager's first step does, and b
 from __future__ import annotations
 
 import contextlib
+import inspect
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +26,25 @@ from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.messages import place_of
 from lightning_spmd.stages.capture.numbers.host_scalar import scalar_of
 from lightning_spmd.stages.capture.record.inputs import InputTable
+
+
+def _put(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Give an optimizer other groups and another state."""
+    holders = [_holder(optimizer, name) for name in ("param_groups", "state")]
+    for holder, name, value in zip(holders, ("param_groups", "state"), (groups, state), strict=True):
+        setattr(holder, name, value)
+
+
+def _holder(optimizer: Optimizer, name: str) -> Optimizer:
+    """Who has them: a wrapper (``Lookahead``) may show by a property what another optimizer has."""
+    shows = inspect.getattr_static(type(optimizer), name, None)
+    if not isinstance(shows, property) or shows.fset is not None:
+        return optimizer
+    inner = [v for v in vars(optimizer).values() if isinstance(v, Optimizer)]
+    found = next((v for v in inner if getattr(v, name) is getattr(optimizer, name)), None)
+    if found is None:
+        raise CaptureError(f"{type(optimizer).__name__}.{name} is a property without a setter, of no optimizer within")
+    return _holder(found, name)
 
 
 class OptimizerSwap:
@@ -58,11 +78,11 @@ class OptimizerSwap:
             self._begin()
         before = own_values(self.optimizer)
         try:
-            self.optimizer.param_groups, self.optimizer.state = self.groups, self.state
+            _put(self.optimizer, self.groups, self.state)
             with private.optimizers_accept_fake_tensors():
                 yield
         finally:
-            self.optimizer.param_groups, self.optimizer.state = self._live_groups, self._live_state
+            _put(self.optimizer, self._live_groups, self._live_state)
         if changed := sorted({name for name, _ in own_values(self.optimizer) ^ before}):
             kind = type(self.optimizer)
             raise CaptureError(

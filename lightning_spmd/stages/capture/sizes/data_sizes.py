@@ -84,8 +84,9 @@ class DataSizes:
         if func is _CTC_BACKWARD.Tensor and self._keys(args[2:5]) not in self._padded:
             return None
         if func in _SCATTERS:
-            has_gradient = args[2].requires_grad and any(map(_is_mask, args[1]))  # which is as large as the data say
-            if not has_gradient and not any(map(self._is_known, args[1])):
+            # a gradient is as large as the data say; true tensors, which are counted alone, show none
+            asks = args[2].requires_grad and torch.is_grad_enabled() or not self._knows_again
+            if not (asks and any(map(_is_mask, args[1]))) and not any(map(self._is_known, args[1])):
                 return None  # its result is as large as what it writes into
         return lambda: form(*args, **kwargs)
 
