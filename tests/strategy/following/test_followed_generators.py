@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.training import assert_bitwise
-from tests.strategy.small import Net, assert_as_eager, run
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.strategy.small import ROWS, Net, Quiet, assert_as_eager, loader_of, rows, run
 
 SEEN: list[list[Any]] = []
 
@@ -59,6 +60,23 @@ class UsesWhatSeedGives(Looks):
         return torch.rand((), generator=torch.manual_seed(batch_idx)) + torch.rand(())
 
 
+class DrawsWithItsOwn(Looks):
+    """Its own generator draws by values of results, and into results and views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def factor(self, x: Tensor, batch_idx: int) -> Any:
+        likely = x.sigmoid()
+        kept = torch.bernoulli(likely, generator=self.own) + likely.bernoulli(generator=self.own)
+        noise = torch.zeros_like(likely).normal_(generator=self.own)
+        noise[:, :2].uniform_(-1, 1, generator=self.own)
+        chosen = torch.multinomial(likely, 2, generator=self.own)
+        self.seen += [self.own.get_state()[:64].tolist(), chosen.tolist()]
+        return kept.mean() + noise.sum() / 100 + noise.gather(1, chosen).mean()
+
+
 class Forks(Looks):
     """Draws that leave no trace."""
 
@@ -103,6 +121,7 @@ class SeedsWithClock(Looks):
         (ReadsBetween, None),
         (KeepsState, None),
         (UsesWhatSeedGives, 2),
+        (DrawsWithItsOwn, 2),
         (Forks, 2),
         (BesidesTorch, 2),
         (BesidesTorchOnce, None),
@@ -124,3 +143,22 @@ def test_what_no_graph_does_runs_eagerly() -> None:
     theirs, ours = run(SeedsWithClock, "auto", max_epochs=1), run(SeedsWithClock, max_epochs=1)
     assert_bitwise(ours, theirs)
     assert SEEN[0] == SEEN[1] != []
+
+
+class DrawsRows(Quiet):
+    """Draws by weights, the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        likely = self.first.weight.detach().sigmoid() * 0.5
+        kept = torch.bernoulli(likely, generator=self.own) * likely.new_ones(()).normal_(generator=self.own)
+        return self.loss(batch) + (kept * self.first.weight).sum() / 10
+
+
+def test_its_own_generator_draws_alike_on_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, DrawsRows, "spmd", 2)
+    assert_compiled(*ours)
+    assert_equals_one_device(ours, run(DrawsRows, "auto", data=lambda: loader_of(rows(), ROWS)))

@@ -101,6 +101,11 @@ def _is_for_dimensions(index: Sequence[Any]) -> bool:
     return len(index) < 32 and any(isinstance(i, Tensor | Sequence | slice | None | EllipsisType) for i in index)
 
 
+def _values_of(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors of their own with these values."""
+    return tuple(tensor.clone() for tensor in tensors)
+
+
 def _is_torchs(value: Any) -> bool:
     """Whether a function or class is torch's, or ours."""
     return (value.__module__ or "").partition(".")[0] in ("torch", "lightning_spmd")
@@ -896,12 +901,21 @@ class Step(StepState, TorchFunctionMode):
         return self.called(torch.as_strided, (copies[root], fake.shape, fake.stride(), begin), {})
 
     def _with_generator(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A draw from a generator of the user's own happens when it is called."""
+        """A draw from a generator of the user's own happens when it is called, with values of the step's tensors."""
         used = [v for _, v in leaves_by_place((args, kwargs)) if isinstance(v, torch.Generator)]
-        if any(id(t) in self.sources for t in tensors_in((args, kwargs))) or private.are_torchs_own(used):
+        mine = [t for t in tensors_in((args, kwargs)) if id(t) in self.sources]
+        if private.are_torchs_own(used) or any(map(self.asks, mine)):
             self.eagerly(f"{getattr(func, '__name__', func)} draws with a generator, and into a tensor of the step")
+        values = self.reads.read(_values_of, tuple(mine), {}) if mine and not self.is_eager else ()
+        if self.is_eager or not values:
+            with self.beside():
+                return func(*args, **kwargs)
+        true = {id(t): value for t, value in zip(mine, values, strict=True)}
+        args, kwargs = mapped(lambda leaf: true.get(id(leaf), leaf), (args, kwargs))
         with self.beside():
-            return func(*args, **kwargs)
+            found = func(*args, **kwargs)
+        written = [t for t, value in zip(mine, values, strict=True) if found is value]
+        return self.called(Tensor.copy_, (written[0], found), {}) if written else found
 
     # ------------------------------------------------------------------ the other end: for good, as eager training
     @override
