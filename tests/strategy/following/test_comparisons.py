@@ -11,6 +11,28 @@ from torch import Tensor, nn
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
+from tests.strategy.small import assert_as_eager
+
+
+class WithNothing(L.LightningModule):
+    """``tensor == None``, as much published code asks; torch leaves the answer to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.net(batch[0])
+        if scores == None or scores == "auto" or (batch[0] != None) is False:  # noqa: E711
+            scores = scores.exp()
+        return (scores.square() * (1 + (scores == scores.abs()).float())).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_comparison_with_nothing_is_no_call() -> None:
+    assert_as_eager(WithNothing)
 
 
 class Compares(L.LightningModule):

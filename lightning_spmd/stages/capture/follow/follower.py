@@ -40,6 +40,8 @@ class Follower:
         self.saving: dict[Any, Saving] = {}
         self.numbers: dict[Any, set[Place]] = {}
         """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
+        self.refused: set[tuple[Any, ...]] = set()
+        """Functions with the types of arguments for which Python is to ask the other side (``tensor == None``)."""
         self.holders = Holders(names)
         self.wrapped = Wrapped()
         self.bound: dict[tuple[int, int], Tensor] = {}

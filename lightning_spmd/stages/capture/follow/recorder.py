@@ -268,6 +268,9 @@ class Recorder:
             raise CannotBeFollowed(str(error)) from error
         except Exception as error:  # the user's own mistake shows when it runs for good
             raise CannotBeFollowed(f"{note.name} could not be recorded ({first_line(error)})") from error
+        if out is NotImplemented:
+            step.follower.refused.add((func, *map(type, args)))
+            return None
         self._look_at_history(note, tensors_in(out), first_node)
         if before != [TensorSpec.of(t) for t in operands]:
             raise CannotBeFollowed(f"{note.name} changes the size of a tensor in place")

@@ -602,6 +602,8 @@ class Step(StepState, TorchFunctionMode):
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         if type(func) is FunctionType and not _is_torchs(func):  # it may be overridden, as torch's own are
             return self._otherwise("checks", func, args, kwargs)  # with the very objects that it was given
+        if self.follower.refused and (func, *map(type, args)) in self.follower.refused:
+            return NotImplemented
         if func in _INDEXING:
             args = (args[0], self._index(args[1]), *args[2:])
             if self.is_eager:
@@ -681,7 +683,8 @@ class Step(StepState, TorchFunctionMode):
             self.follower.kinds[func] = "checks"
             return self._otherwise("checks", func, args, kwargs)
         if note is None:
-            return self._about_history(func, args, kwargs)
+            refused = (func, *map(type, args)) in self.follower.refused
+            return NotImplemented if refused else self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
 
     def _with_calls_seen(self, value: Any) -> Any:
