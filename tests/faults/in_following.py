@@ -11,6 +11,7 @@ KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
 CLASSES = "tests/strategy/following/test_other_classes.py"
 SEAMS = "tests/strategy/following/test_seams.py"
+ASSIGNED = "tests/strategy/following/test_assigned_data.py"
 BY_HAND = "tests/strategy/by_hand/test_followed_by_hand.py"
 
 IN_FOLLOWING: tuple[Mutant, ...] = (
@@ -148,7 +149,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a call for one count is for all",
         CAPTURE,
         f"{FOLLOW}/data_counts.py",
-        "        return not note.pins or all(self._step.counts[i] == count for i, count in note.pins.items())",
+        "        return not note.pins or all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())",
         "        return True",
         (COUNTS,),
     ),
@@ -217,5 +218,46 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "    if isinstance(value, (FunctionType, MethodType, functools.partial, nn.Module)):\n        return True\n",
         "",
         (SEAMS,),
+    ),
+    # ------------------------------------------------------------------ assigned data, parameters of results
+    Mutant(
+        "a write shows not that two tensors should have one memory",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "if self.becoming.apart and self.becoming.is_seen(note.writes):",
+        "if False:",
+        (ASSIGNED,),
+    ),
+    Mutant(
+        "in an eager step assigned data are copied",
+        CAPTURE,
+        f"{FOLLOW}/eager_run.py",
+        "        values.instead[data_written] = data_given\n",
+        "",
+        (ASSIGNED,),
+    ),
+    Mutant(
+        "autograd is not asked whether it has saved the memory of assigned data",
+        CAPTURE,
+        f"{FOLLOW}/becoming.py",
+        "if any(private.storage_of(saved) in memory for saved in private.saved_for(recording.values.made.values())):",
+        "if False:",
+        (ASSIGNED,),
+    ),
+    Mutant(
+        "a parameter that the step made is not trained in the step in which it joins the optimizer",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "                self._look_at_what_stays()\n",
+        "",
+        ("tests/strategy/following/test_made_parameters.py",),
+    ),
+    Mutant(
+        "what a step changed before it ran again stays",
+        CAPTURE,
+        "strategy/steps/iteration.py",
+        "keeps = following.may_run_again or meeting is not None and meeting.is_new",
+        "keeps = meeting is not None and meeting.is_new",
+        ("tests/strategy/following/test_transforms.py",),
     ),
 )

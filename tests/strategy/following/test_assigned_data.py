@@ -238,6 +238,22 @@ class SavedBefore(Quiet):
         return loss
 
 
+class SavedValue(Quiet):
+    """Autograd alone still has what was assigned, and a write through the leaf changes it there, as torch has it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        leaf = torch.zeros(ROWS, 10).requires_grad_()
+
+        def part() -> Tensor:
+            saved = torch.sigmoid(self.first(batch[0]))
+            leaf.data = saved
+            return saved.sum()
+
+        loss = self.loss(batch) + part()
+        leaf.data.mul_(0.5)
+        return loss
+
+
 @pytest.mark.parametrize("make", [Slow, Chained, InPlace, FreePerturbation, FromVector])
 def test_assigned_results_are_writes(make: type[Net]) -> None:
     assert assert_as_eager(make).captures == 2  # momentum begins as the first gradient
@@ -248,7 +264,9 @@ def test_leaves_of_the_step_are_written(make: type[Net]) -> None:
     assert_as_eager(make, mode="split")
 
 
-@pytest.mark.parametrize("make", [ValueKept, BehindUse, AliasUsed, HeldOutside, BothWritten, BothKept, SavedBefore])
+@pytest.mark.parametrize(
+    "make", [ValueKept, BehindUse, AliasUsed, HeldOutside, BothWritten, BothKept, SavedBefore, SavedValue]
+)
 def test_whose_memory_it_is_stays_right(make: type[Net]) -> None:
     modules: list[Any] = []
 
