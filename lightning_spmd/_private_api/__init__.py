@@ -67,6 +67,7 @@ from lightning_spmd._private_api.co_execution import (
     set_generator_states,
     stops_early,
     version_of,
+    with_strides,
     with_torch_functions,
     without_memory,
 )

@@ -60,6 +60,16 @@ def without_memory(spec: Any) -> Tensor:
     return made
 
 
+def with_strides(spec: Any) -> Tensor:
+    """The same with strides of its own, as transforms of torch.func show them to Python and to kernels' wrappers.
+
+    It has memory that nobody touches, and whoever reads there reads anything.
+    """
+    made = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether a tensor is one of :func:`without_memory`."""
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:

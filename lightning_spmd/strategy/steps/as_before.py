@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from lightning_spmd.ir.random_states import python_random_states, set_python_random_states
+from lightning_spmd.strategy.state.kept_generators import pack_kept_generators, restore_kept_generators
 
 _PLAIN = (list, dict, set, deque)
 _MOST_INSIDE = 64
@@ -36,6 +37,7 @@ class AsBefore:
                 if isinstance(value, _PLAIN) and name not in leaves_out:
                     self._keep(value)
         self._random = python_random_states()
+        self._module, self._own = module, pack_kept_generators(module)
 
     def _keep(self, container: Any) -> None:
         if id(container) in self._containers:
@@ -57,3 +59,4 @@ class AsBefore:
             container.clear()
             (container.extend if isinstance(container, (list, deque)) else container.update)(before)
         set_python_random_states(self._random)
+        restore_kept_generators(self._own, self._module)

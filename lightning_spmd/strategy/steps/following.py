@@ -577,7 +577,7 @@ class Following:
             vary: sizes of the tensors of the batch that differ from step to step.
         """
         context = self._context
-        tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken()
+        tree, given = (batch.tree, batch.tensor_values) if meeting is None else meeting.taken(self._follower.moulds)
         step = Step(self._follower, given, vary, batch.tensor_values)
         del given
         self._has_own_batch = meeting is not None and meeting.is_own
@@ -708,7 +708,7 @@ class Following:
         )
         self._taken[step.path] = self._taken.get(step.path, 0) + 1
         if self._taken[step.path] == 1 and may_wait and len(self._taken) > self._most_new_paths:
-            step.eagerly(NEW_PATH)
+            step.eagerly(NEW_PATH, step.left_at)
             self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         if step.data_counts.apart is not None:

@@ -168,7 +168,8 @@ class TrainingIteration:
             raise CannotShowError("batches are the ranks' own")
         if own and variant.by_hand:
             self._fall_back(self.own_batches.refused("optimization by hand on a batch of each rank's own"))
-        batch = Batch(batch_tree, () if own else self._shared, part=self._has_part and not own)
+        shared, is_alone = () if own else self._shared, self.context.mesh is None
+        batch = Batch(batch_tree, shared, part=self._has_part and not own, looks_inside=is_alone)
         with speaking_of(variant.method):
             variant = dataclasses.replace(variant, own_batch=True) if own else variant
             request = StepRequest(batch, variant, arguments, clip)

@@ -29,6 +29,7 @@ from lightning_spmd.messages import the_step, warn
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.memory import array_of
+from lightning_spmd.stages.capture.follow.placeholders import Moulds
 from lightning_spmd.stages.capture.follow.step import Step
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
@@ -143,14 +144,17 @@ class Meeting:
         batch = self._batch
         return frozenset(i for i, index in enumerate(batch.tensors) if not batch.is_shared(index))
 
-    def taken(self) -> tuple[Any, list[Tensor]]:
+    def taken(self, moulds: Moulds) -> tuple[Any, list[Tensor]]:
         """The batch with placeholders that have the rows of all ranks; and its tensors.
+
+        Args:
+            moulds: of placeholders.
 
         Raises:
             BatchError: an object in it takes no tensors of another size.
         """
         try:
-            tree, given = for_all_ranks(self._batch, self.rows, self.wires)
+            tree, given = for_all_ranks(self._batch, self.rows, self.wires, moulds)
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             raise BatchError(f"the batch cannot have the rows of all ranks ({text})", is_ragged=True) from error
@@ -205,7 +209,7 @@ class Meeting:
             if self._raised and not shared:
                 raise CaptureError("the user's code raises an error")
             batch = Batch(self._batch.tree, {*self._batch.shared, *shared}, part=True)
-            given = for_all_ranks(batch, self.rows, self.wires)[1]
+            given = for_all_ranks(batch, self.rows, self.wires, Moulds())[1]
             if self._step is not None and not self._step.recorder.fits(given):
                 raise CaptureError("the step does not fit")
 
@@ -485,13 +489,14 @@ class Done:
         return self._answer
 
 
-def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[Tensor]]:
+def for_all_ranks(batch: Batch, rows: int, wires: Tripwires, moulds: Moulds) -> tuple[Any, list[Tensor]]:
     """A batch with what stands for its tensors, and for what is a rank's own; and the former.
 
     Args:
         batch: of this rank.
         rows: of all ranks.
         wires: what stands for what is a rank's own.
+        moulds: of placeholders.
     """
     stand_ins: dict[int, Tensor] = {}
     for index in batch.tensors:
@@ -499,7 +504,7 @@ def for_all_ranks(batch: Batch, rows: int, wires: Tripwires) -> tuple[Any, list[
         if batch.is_shared(index):
             stand_ins[index] = live
             continue
-        stand_in = private.without_memory(global_spec(live, rows))
+        stand_in = moulds.of(global_spec(live, rows))
         stand_ins[index] = stand_in.requires_grad_() if live.requires_grad else stand_in
     count = 0
 

@@ -18,6 +18,7 @@ from lightning_spmd.ir.first import first
 from lightning_spmd.ir.steps import OutputRef, RecordedCall
 from lightning_spmd.ir.tree import map_leaves
 from lightning_spmd.stages.capture.batch.own_batch import operation_of, said_in
+from lightning_spmd.stages.capture.follow.placeholders import Moulds
 from lightning_spmd.stages.capture.follow.program import Live, Log, Want
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
 from lightning_spmd.strategy.steps.meeting import DONE, Meeting
@@ -40,7 +41,7 @@ class OwnMeeting(Meeting):
         return frozenset()
 
     @override
-    def taken(self) -> tuple[Any, list[Tensor]]:
+    def taken(self, moulds: Moulds) -> tuple[Any, list[Tensor]]:
         return self._batch.tree, self._batch.tensor_values
 
     @override

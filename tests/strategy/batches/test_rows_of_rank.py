@@ -19,6 +19,7 @@ from lightning_spmd.errors import CaptureError
 from lightning_spmd.ir.tree import leaves
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.batch.rows_of_rank import lists_of_tensors
+from lightning_spmd.stages.capture.follow.placeholders import Moulds
 from lightning_spmd.stages.capture.follow.tripwires import Tripwires
 from lightning_spmd.strategy.steps.meeting import for_all_ranks
 from tests.helpers.ranks import RankPool
@@ -90,7 +91,7 @@ def _told(what: str, place: str | None) -> NoReturn:
 
 def _parts(batch: Any, *, part: bool) -> tuple[Any, Tripwires]:
     wires = Tripwires(_told)
-    return for_all_ranks(Batch(batch, part=part), 2 * ROWS, wires)[0], wires
+    return for_all_ranks(Batch(batch, part=part), 2 * ROWS, wires, Moulds())[0], wires
 
 
 @pytest.mark.parametrize("look", LOOKS)

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.strategy.small import Quiet, assert_as_eager, run
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, assert_as_eager, loader_of, rows, run
 
 
 def _of_inputs(module: Quiet, x: Tensor) -> Tensor:
@@ -83,6 +85,80 @@ class CountsLater(Counts):
 @pytest.mark.parametrize("make", [Counts, CountsLater])
 def test_what_a_step_changed_before_it_ran_again_is_put_back(make: type[Quiet]) -> None:
     assert_as_eager(make, "eager", max_epochs=1)
+
+
+class DrawsBefore(Quiet):
+    """Numbers of three generators are drawn, and read, before the step finds that it must run again."""
+
+    first_at = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.own, self.pythons = 0, torch.Generator().manual_seed(1), random.Random(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        drawn = torch.rand(()).item() + torch.rand((), generator=self.own).item() + self.pythons.random()
+        loss = self.loss(batch) * drawn
+        if self.steps > self.first_at:
+            out, pull = torch.func.vjp(self, batch[0])
+            loss = loss + pull(torch.ones_like(out))[0].square().mean()
+        return loss
+
+
+class DrawsBeforeLater(DrawsBefore):
+    first_at = 3
+
+
+@pytest.mark.parametrize("make", [DrawsBefore, DrawsBeforeLater])
+def test_numbers_drawn_before_it_ran_again_are_drawn_once(make: type[Quiet]) -> None:
+    assert_as_eager(make, "eager", max_epochs=1)
+
+
+def _windows(x: Tensor) -> Tensor:
+    h = torch.tanh(x)
+    windows = h.as_strided((ROWS, 4, 3), (h.stride(0), h.stride(1), h.stride(1)))
+    return (windows * torch.arange(3.0)).sum()
+
+
+def _by_layout(x: Tensor) -> Tensor:
+    h = x.t() * 2
+    return h.sum() if h.t().is_contiguous() and not h.is_contiguous() else 10 * h.sum()
+
+
+class Strides(Quiet):
+    """Python and kernels see strides below a transform: of a result of the step, of one made there, of the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        moved = sum(torch.func.grad(of)(given) for of in (_windows, _by_layout) for given in (x * 1, x))
+        weight = self.first.weight.detach() * 1
+        turned = torch.func.grad(lambda w: F.linear(x, w).sum())(weight)
+        each = torch.func.vmap(torch.func.grad(lambda row: _row(self, row)))(x)
+        return self.loss((x + 0.1 * (moved + each), y)) + (self.first.weight * turned).sum() / 100
+
+
+def _row(module: Quiet, row: Tensor) -> Tensor:
+    return module(row.unsqueeze(0)).view(-1).square().sum()
+
+
+def test_strides_are_seen_below_transforms() -> None:
+    assert assert_as_eager(Strides).captures == 2  # momentum begins as the first gradient
+
+
+class StridesOfHalf(Quiet):
+    """The same without numbers that depend on the order of rows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        moved = torch.func.grad(_by_layout)(x) + torch.func.grad(_by_layout)(x * 1)
+        each = torch.func.vmap(torch.func.grad(lambda row: _row(self, row)))(x)
+        return self.loss((x + 0.1 * (moved + each), y))
+
+
+def test_strides_are_seen_below_transforms_on_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, StridesOfHalf, "spmd", 2)
+    assert_equals_one_device(ours, run(StridesOfHalf, "auto", data=lambda: loader_of(rows(), ROWS)))
 
 
 class Keeps(Quiet):

@@ -19,6 +19,7 @@ from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.tree import leaves, map_leaves, structure
+from lightning_spmd.stages.capture.batch.objects import tensors_inside
 from lightning_spmd.stages.capture.batch.rows_of_rank import (
     about_list,
     about_number,
@@ -48,12 +49,18 @@ class Batch:
         shared: paths of tensors that are the same for every sample although they have dimensions (class weights). Those
             without dimensions always are.
         part: other ranks have rows of the same step.
+        looks_inside: tensors of objects that Lightning moves as a whole (torch_geometric's ``Data``) are the batch's,
+            behind all others.
     """
 
-    def __init__(self, batch: Any, shared: Collection[str] = (), *, part: bool = False) -> None:
+    def __init__(
+        self, batch: Any, shared: Collection[str] = (), *, part: bool = False, looks_inside: bool = False
+    ) -> None:
         self.tree = batch
         self.shared = shared
         found = leaves(batch)
+        if looks_inside:
+            found += [inner for path, leaf in found for inner in tensors_inside(path, leaf)]
         self.paths = [path for path, _ in found]
         self.values = [leaf for _, leaf in found]
         self.tensors = [i for i, leaf in enumerate(self.values) if isinstance(leaf, Tensor)]

@@ -119,8 +119,3 @@ def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tup
 
     pairs = "".join(f"({text(spec.shape)}, {text(spec.stride)}), " for spec in specs)
     return eval(f"lambda counts: ({pairs})")
-
-
-def sized(mould: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor without memory with another size."""
-    return mould.as_strided(shape, (0,) * len(shape))

@@ -12,7 +12,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Counts
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.counts import Told, compiled_specs, counted, counts_in, sized, specs_for
+from lightning_spmd.stages.capture.follow.counts import Told, compiled_specs, counted, counts_in, specs_for
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.notes import Made, Note, sources_in
 from lightning_spmd.stages.capture.follow.recorder import Recorder, Recording, first_line, told_of
@@ -131,8 +131,10 @@ class DataCounts:
             note.moulds, note.handed[:] = known
             return
         with step.beside(), private.BelowDispatchModes(), private.no_torch_functions():
-            shapes = [shape for shape, _ in note.sizes(step.counts)]
-            note.moulds = list(map(sized, note.moulds, shapes))
+            sizes = note.sizes(step.counts)
+            note.moulds = [
+                step.follower.moulds.sized(mould, *size) for mould, size in zip(note.moulds, sizes, strict=True)
+            ]
             note.handed[:] = [mould.detach() for mould in note.moulds]
 
     def find_sizes(self) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.follow.engine import Begin, Saving
 from lightning_spmd.stages.capture.follow.memory import Holders
 from lightning_spmd.stages.capture.follow.notes import Note, Place
+from lightning_spmd.stages.capture.follow.placeholders import Moulds
 from lightning_spmd.stages.capture.follow.sizes import OpenTree
 from lightning_spmd.stages.capture.follow.wrapped import Wrapped
 
@@ -30,6 +34,7 @@ class Follower:
 
     def __init__(self, names: Callable[[], dict[int, str]], is_named: Callable[[str, Tensor], bool]) -> None:
         self.given: list[Tensor] = []
+        self.moulds = Moulds()
         self.shared: tuple[int | None, ...] = ()
         """For each of them the first one before it with which it has memory in common."""
         self._roots: dict[Any, Note] = {}
@@ -79,7 +84,7 @@ class Follower:
         if self._key() in self._roots:  # from before sizes were seen to vary
             return None
         key = tuple(places), _kind_of_batch(places, self._key())
-        found = self._trees.setdefault(key, OpenTree(places))
+        found = self._trees.setdefault(key, OpenTree(places, self.moulds))
         return None if found.has_failed else found
 
     def closed(self, tree: OpenTree, first_note: Note) -> None:
@@ -113,6 +118,34 @@ class Follower:
         self.bound.clear()
         for note in self._notes():
             note.take = None
+
+    def show_strides(self, path: Sequence[Note], stand_ins: Iterable[int]) -> None:
+        """Placeholders have strides from now on: a step uses transforms of ``torch.func``.
+
+        Args:
+            path: that of a step under way, whose placeholders get some as well.
+            stand_ins: positions of batch tensors that are placeholders, too.
+        """
+        if self.moulds.show_strides:
+            return
+        self.moulds.show_strides = True
+        for tree in self._trees.values():
+            tree.forget()
+        under_way = set(map(id, path))
+        for note in self._notes():
+            note.moulds = list(map(self.moulds.of, note.specs))
+            note.spare.clear()
+            if id(note) not in under_way:
+                note.handed.clear()
+                continue
+            for handed, mould in zip(note.handed, note.moulds, strict=False):
+                private.exchange(handed, mould.detach())
+        for given in (self.given[position] for position in stand_ins):
+            if not given.requires_grad:
+                stride = torch.empty(given.shape, device="meta").stride()
+                private.exchange(
+                    given, self.moulds.of(TensorSpec(tuple(given.shape), stride, given.dtype, given.device))
+                )
 
     def let_go(self) -> None:
         """No step follows: what the last one handed out goes, and parameters that autograd has saved with it."""

@@ -147,10 +147,11 @@ class At:
 
     Args:
         values: the sizes.
+        moulds: of placeholders.
     """
 
-    def __init__(self, values: tuple[int, ...]) -> None:
-        self.values = values
+    def __init__(self, values: tuple[int, ...], moulds: Any) -> None:
+        self.values, self.moulds = values, moulds
         self.is_new = True
         self.known: dict[int, Any] = {}
         self.holds: dict[str, bool] = {}

@@ -28,9 +28,27 @@ def handed_out(note: Note) -> list[Tensor]:
     return handed
 
 
-def moulds_of(fakes: list[Tensor]) -> list[Tensor]:
-    """The moulds from which placeholders of a call's results are copied."""
-    return [private.without_memory(TensorSpec.of(fake)) for fake in fakes]
+class Moulds:
+    """The moulds from which placeholders are copied.
+
+    Attributes:
+        show_strides: placeholders have strides of their own, since a step has used transforms of ``torch.func``: below
+            these no mode sees who asks for them. Else they have memory for one element, and NaN is read there.
+    """
+
+    def __init__(self) -> None:
+        self.show_strides = False
+
+    def of(self, spec: TensorSpec) -> Tensor:
+        """The mould of a result."""
+        shows = self.show_strides and spec.device.type == "cpu"
+        return private.with_strides(spec) if shows else private.without_memory(spec)
+
+    def sized(self, mould: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
+        """A mould with another size."""
+        if self.show_strides:
+            return self.of(TensorSpec(shape, stride, mould.dtype, mould.device))
+        return mould.as_strided(shape, (0,) * len(shape))
 
 
 def kept(given: list[Tensor]) -> list[int]:

@@ -310,7 +310,7 @@ class Recorder:
         note.fakes = new_tensors(out, given)
         note.results = structure_of(out, given)
         with step.beside():
-            note.moulds = placeholders.moulds_of(note.fakes)
+            note.moulds = [step.follower.moulds.of(TensorSpec.of(fake)) for fake in note.fakes]
         note.specs, note.trained = [TensorSpec.of(t) for t in note.fakes], [t.requires_grad for t in note.fakes]
         note.versions = list(map(version_of, note.fakes))
         note.fakes_at = step.at

@@ -31,6 +31,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     leaves_by_place,
     with_numbers,
 )
+from lightning_spmd.stages.capture.follow.placeholders import Moulds
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.user_code import located_at
 
@@ -74,7 +75,7 @@ class ForAllSizes:
             TensorSpec(shape, stride, spec.dtype, spec.device)
             for (shape, stride), spec in zip(numbers[self._count :], self.specs, strict=True)
         ]
-        return list(numbers[: self._count]), specs, [private.without_memory(spec) for spec in specs]
+        return list(numbers[: self._count]), specs, [at.moulds.of(spec) for spec in specs]
 
 
 class OpenTree:
@@ -82,6 +83,7 @@ class OpenTree:
 
     Args:
         places: these sizes.
+        moulds: of placeholders.
 
     Attributes:
         root: the beginning of all of them.
@@ -89,7 +91,8 @@ class OpenTree:
         has_failed: no path is going to have any.
     """
 
-    def __init__(self, places: Sequence[Dimension]) -> None:
+    def __init__(self, places: Sequence[Dimension], moulds: Moulds) -> None:
+        self._moulds = moulds
         self.sizes = Sizes(places, "True")
         self.root = Note(-1)
         self.root.marked(self.root)
@@ -107,7 +110,7 @@ class OpenTree:
         """A step with these tensors of the batch begins."""
         self.sizes.begin(given)
         values = self.sizes.values
-        at = self._known.setdefault(values, At(values))
+        at = self._known.setdefault(values, At(values, self._moulds))
         self._known.move_to_end(values)
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
@@ -117,6 +120,11 @@ class OpenTree:
                 note = note.children[-1]
                 _known_at(note, at)
         return at
+
+    def forget(self) -> None:
+        """Forget numbers and placeholders of sizes; they are made anew."""
+        for at in self._known.values():
+            at.known.clear()
 
     def is_for_all(self, notes: Sequence[Note], path: int) -> bool:
         """Whether a path has formulas, and was seen with more than one size."""

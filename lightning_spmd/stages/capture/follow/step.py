@@ -83,6 +83,7 @@ _READ_OPERATORS = {
 }
 _NOWHERE = torch.device("meta")
 NEW_PATH = "it takes a path that no step took before"
+_SETS = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward", "grad")
 _MEMORY_OF: Any = Tensor.data
 _COPIES = "copies of the step's results, by what has the memory"
 _OF_GENERATORS = frozenset({"get_rng_state", "set_rng_state", "manual_seed"})
@@ -181,6 +182,7 @@ class Step(StepState, TorchFunctionMode):
         reads: what Python reads.
         eager: the step, once it runs eagerly.
         left_out: calls that are not of this step, but of one rank alone.
+        left_at: ``file:line`` of the first call that no step has made there before.
         added: (parameter, gradient) of backward passes within the backward pass of the loss.
         needed: the number of first calls that the step itself needs, for its loss and logged values; later calls
             are for kept results.
@@ -213,6 +215,7 @@ class Step(StepState, TorchFunctionMode):
         self._expects_grad = True  # as Python has set it
         self._made_parameters = set[int]()
         self.added: list[tuple[Source, Source]] = []
+        self.left_at: str | None = None
         self.needed = 0
 
     # ------------------------------------------------------------------ around the user's code
@@ -222,6 +225,7 @@ class Step(StepState, TorchFunctionMode):
         if not self.memory.begin(self.follower.bound.values()):
             self.follower.forget_objects()
         self.layers = private.dispatch_layers()
+        self.random_before = private.generator_states() if self.may_run_again else None
         packed = PackedSequences(self)
         private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
@@ -285,9 +289,11 @@ class Step(StepState, TorchFunctionMode):
             if not (self.has_transforms or self.may_run_again or self.must_be_graph):
                 self.follower.may_transform = True
                 self.eagerly("the first transform of torch.func, in a step that is not the first")
+                self.follower.show_strides((), ())
             elif not self.has_transforms:
                 self.follower.may_transform = self.has_transforms = self.looks_closer = True
-                self.random_before = private.generator_states()
+                with self.beside(), private.disable_dispatch_modes(), private.no_torch_functions():
+                    self.follower.show_strides(self.notes, self.stand_ins)
             return original
         if self.draws_as_eager and name in _OF_GENERATORS:
             return functools.partial(self.generator.of, name, original)
@@ -564,7 +570,7 @@ class Step(StepState, TorchFunctionMode):
             kind = "in place"
         elif name == "__get__" and owner in _PROPERTIES or name in _SIZES or name == "_set_grad_enabled":
             kind = "about"
-        elif name == "__set__" or name in ("requires_grad_", "register_hook", "retain_grad", "backward", "grad"):
+        elif name == "__set__" or name in _SETS:
             kind = "set"
         elif name == "__get__" and owner in ("T", "mT", "H", "mH", "data", "real", "imag"):
             kind = "call"
@@ -682,6 +688,7 @@ class Step(StepState, TorchFunctionMode):
                 return self.reads.asks_for_values(func, args, kwargs)
             self.follower.kinds[func] = "checks"
             return self._otherwise("checks", func, args, kwargs)
+        self.left_at = self.left_at or (None if note is None else note.source)
         if note is None:
             refused = (func, *map(type, args)) in self.follower.refused
             return NotImplemented if refused else self._about_history(func, args, kwargs)

@@ -97,7 +97,7 @@ class StepState:
         on_eager: the step goes on eagerly; given what tells the tensor that was wanted there.
         has_transforms: whether the step has used transforms of torch.func.
         block: the number of the block of autocast, in which a weight may be cast once for all calls.
-        random_before: states of torch's generators before those, which draw for real into what they make.
+        random_before: states of torch's generators before the step, if it may have to run again.
         looks_closer: whether compiled comparisons are not enough: there are transforms, saved-tensor hooks or arrays.
         reads_gradients: ``file:line`` that reads the gradient of a parameter, which is that of the batch before.
         is_below: whether the current call is one inside another, which the dispatcher alone sees.
