@@ -260,4 +260,20 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "keeps = meeting is not None and meeting.is_new",
         ("tests/strategy/following/test_transforms.py",),
     ),
+    Mutant(
+        "data are written into memory that others have had since before the step",
+        CAPTURE,
+        f"{FOLLOW}/becoming.py",
+        "type(known) is not Made and not private.is_memory_its_own(tensor):",
+        "known is None and not private.is_memory_its_own(tensor):",
+        (ASSIGNED,),
+    ),
+    Mutant(
+        "placeholders show no strides below transforms",
+        CAPTURE,
+        f"{FOLLOW}/placeholders.py",
+        'shows = self.show_strides and spec.device.type == "cpu"',
+        "shows = False",
+        ("tests/strategy/following/test_transforms.py",),
+    ),
 )

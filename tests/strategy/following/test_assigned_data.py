@@ -199,6 +199,34 @@ class FromVector(Quiet):
         return self.loss(batch)
 
 
+class TiedBefore(Quiet):
+    """A slow layer has the memory of the fast one since before the step, and memory of its own from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = copy.deepcopy(self.first).requires_grad_(False)
+
+    def on_train_start(self) -> None:
+        for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            slow.data = fast.data
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for slow, fast in zip(self.slow.parameters(), self.first.parameters(), strict=True):
+            slow.data = slow.data * 0.9 + fast.data * 0.1
+        return self.loss(batch) + self.slow.weight.square().sum() * 0.01
+
+
+class ViewBefore(Quiet):
+    """A view of a weight is kept since before the step, which assigns the weight's data."""
+
+    def on_train_start(self) -> None:
+        self.view = self.first.weight.detach()[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.first.weight.data = self.first.weight.data * 0.9
+        return self.loss(batch) + (self.view * self.first.weight[1]).sum() * 0.1
+
+
 class BothWritten(Quiet):
     """What was assigned has a history, and is written through the leaf that has its memory now."""
 
@@ -265,7 +293,19 @@ def test_leaves_of_the_step_are_written(make: type[Net]) -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [ValueKept, BehindUse, AliasUsed, HeldOutside, BothWritten, BothKept, SavedBefore, SavedValue]
+    "make",
+    [
+        ValueKept,
+        BehindUse,
+        AliasUsed,
+        HeldOutside,
+        BothWritten,
+        BothKept,
+        SavedBefore,
+        SavedValue,
+        TiedBefore,
+        ViewBefore,
+    ],
 )
 def test_whose_memory_it_is_stays_right(make: type[Net]) -> None:
     modules: list[Any] = []

@@ -85,6 +85,18 @@ class DrawnLayer(small.Quiet):
         return self.loss((x + drawn(x).detach(), y))
 
 
+class HookedCopy(small.Quiet):
+    """A hook that autograd calls once it has added to a copy's gradient updates the copy."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inner = copy.deepcopy(self.first)
+        for p in inner.parameters():
+            p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad, alpha=0.1))
+        F.cross_entropy(self.last(torch.tanh(inner(batch[0]))), batch[1]).backward()
+        self.zero_grad()
+        return self.loss(batch) + F.cross_entropy(self.last(torch.tanh(inner(batch[0]))), batch[1])
+
+
 class Replaced(small.Quiet):
     """The layer's weight is another parameter for one of two calls."""
 
@@ -135,6 +147,7 @@ class KeptLeaf(small.Quiet):
         (InnerLoopByHand, "compiled"),
         (Prompt, "compiled"),
         (DrawnLayer, "compiled"),
+        (HookedCopy, "eager"),
         (Replaced, "compiled"),
         (Joins, "compiled"),
         (Grows, "compiled"),

@@ -116,7 +116,7 @@ class Becoming:
         if type(source) is not Made or type(step.root_of(source)) is not Made or step.memory.is_shared:
             return False
         known = step.sources.get(id(tensor))
-        if type(known) is Given or known is None and not private.is_memory_its_own(tensor):
+        if type(known) is Given or type(known) is not Made and not private.is_memory_its_own(tensor):
             return False
         if type(known) is Made and not self._recorder.is_leaf(tensor):  # what autograd has saved is another object
             return False

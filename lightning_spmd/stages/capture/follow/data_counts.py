@@ -131,10 +131,8 @@ class DataCounts:
             note.moulds, note.handed[:] = known
             return
         with step.beside(), private.BelowDispatchModes(), private.no_torch_functions():
-            sizes = note.sizes(step.counts)
-            note.moulds = [
-                step.follower.moulds.sized(mould, *size) for mould, size in zip(note.moulds, sizes, strict=True)
-            ]
+            sized, sizes = step.follower.moulds.sized, note.sizes(step.counts)
+            note.moulds = [sized(mould, *size) for mould, size in zip(note.moulds, sizes, strict=True)]
             note.handed[:] = [mould.detach() for mould in note.moulds]
 
     def find_sizes(self) -> None:

@@ -142,10 +142,8 @@ class Follower:
                 private.exchange(handed, mould.detach())
         for given in (self.given[position] for position in stand_ins):
             if not given.requires_grad:
-                stride = torch.empty(given.shape, device="meta").stride()
-                private.exchange(
-                    given, self.moulds.of(TensorSpec(tuple(given.shape), stride, given.dtype, given.device))
-                )
+                shape, stride = tuple(given.shape), torch.empty(given.shape, device="meta").stride()
+                private.exchange(given, self.moulds.of(TensorSpec(shape, stride, given.dtype, given.device)))
 
     def let_go(self) -> None:
         """No step follows: what the last one handed out goes, and parameters that autograd has saved with it."""

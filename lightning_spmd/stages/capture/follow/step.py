@@ -315,11 +315,19 @@ class Step(StepState, TorchFunctionMode):
 
     def _look_at_what_stays(self) -> None:
         """Parameters that the step made may have joined the module or its optimizer, which train them from here on."""
-        made = self._made_parameters if not self.is_eager else None
-        if made and any(id(p) in made and self.asks(p) for p in self.parameters()):
-            self.eagerly("a parameter of what the step has computed joins the module or its optimizer")
-        if self.becoming.apart and not self.is_eager and self.becoming.is_seen():
-            self.eagerly("tensor.data = ... in the step, of a tensor that is kept")
+        made = self._made_parameters if not self.is_eager else ()
+        joined = [self.sources[id(p)] for p in self.parameters() if id(p) in made and self.asks(p)] if made else []
+        if joined:
+            place = self._line_of(joined[0])
+            self.eagerly("a parameter of what the step has computed joins the module or its optimizer", place)
+        if (apart := self.becoming.apart) and not self.is_eager:
+            place = self._line_of(apart[0][1])
+            if self.becoming.is_seen():
+                self.eagerly("tensor.data = ... in the step, of a tensor that is kept", place)
+
+    def _line_of(self, source: Source) -> str | None:
+        """``file:line`` that made a result."""
+        return self.notes[source.depth].source or None if type(source) is Made else None
 
     def _made_beside(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What gives the user's own tensor, unless it is made of the step's results: a parameter, one of a file."""
