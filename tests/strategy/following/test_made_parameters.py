@@ -89,9 +89,12 @@ class HookedCopy(small.Quiet):
     """A hook that autograd calls once it has added to a copy's gradient updates the copy."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
+        def update(p: Any) -> None:
+            p.data.sub_(p.grad, alpha=0.1)
+
         inner = copy.deepcopy(self.first)
         for p in inner.parameters():
-            p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad, alpha=0.1))
+            p.register_post_accumulate_grad_hook(update)
         F.cross_entropy(self.last(torch.tanh(inner(batch[0]))), batch[1]).backward()
         self.zero_grad()
         return self.loss(batch) + F.cross_entropy(self.last(torch.tanh(inner(batch[0]))), batch[1])
