@@ -395,7 +395,7 @@ def nodes_since(tensors: Sequence[Tensor], number: int) -> list[Any]:
     Without it nobody sees what an operator of somebody's own has left there: Python, or numbers in C++.
     """
     found = dict[Any, None]()
-    waiting: list[Any] = [t.grad_fn for t in tensors if t.requires_grad]
+    waiting: list[Any] = [t.grad_fn for t in tensors]
     while waiting:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):  # what adds gradients up has no number

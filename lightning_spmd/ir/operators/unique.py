@@ -17,6 +17,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 def _found(x: Tensor, dim: int | None, consecutive: bool, is_sorted: bool, inverse: bool, counts: bool) -> _Three:
+    inverse, counts = (True, True) if dim is not None else (inverse, counts)  # as kernels of the host do in any case
     if consecutive:
         return aten.unique_consecutive.default(x, inverse, counts, dim)
     if dim is None:

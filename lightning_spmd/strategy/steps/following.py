@@ -71,6 +71,8 @@ MOST_EAGER_AT_FIRST = 3
 _SKIPPED = "training_step returned None, and the loss is scaled"
 NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
+NEW_LONG_PATHS = 4
+"""The same where the known paths have many calls."""
 NEW_PATHS_IN_PARTS = 64
 """The same where a step that runs eagerly needs whole parameters; each shape of a batch has paths of its own."""
 
@@ -592,7 +594,9 @@ class Following:
             step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         may_wait = not (step.must_be_graph or self._has_own_batch)
-        are_many = len(self._taken) >= self._most_new_paths or self._follower.recorded > MANY_CALLS
+        are_many = len(self._taken) >= (
+            self._most_new_paths if self._follower.recorded <= MANY_CALLS else NEW_LONG_PATHS
+        )
         step.knows_many_paths = may_wait and not self._evaluates and are_many
         wants: dict[Want, int] = {}
 

@@ -19,7 +19,7 @@ from lightning_spmd.stages.capture.follow.sizes import OpenTree
 from lightning_spmd.stages.capture.follow.wrapped import Wrapped
 
 RECORDED_AT_FIRST = 16
-"""Of the steps that leave the known paths, if these are many; of later ones fewer and fewer."""
+"""Of the steps that leave the known paths, if these are many."""
 MANY_CALLS = 4096
 """Paths of so many calls together are many: to record a call takes some thirty times as long as to make it."""
 
@@ -109,9 +109,9 @@ class Follower:
     def records_another(self) -> bool:
         """Whether a step that leaves all known paths, of which there are many, is recorded."""
         self._left += 1
-        if self._left <= RECORDED_AT_FIRST:
-            return self.recorded <= MANY_CALLS
-        return self._left.bit_count() == 1  # a path that is taken often will be met
+        are_short = self.recorded <= MANY_CALLS
+        # of later and of long ones fewer and fewer: a path that is taken often will be met
+        return are_short and self._left <= RECORDED_AT_FIRST or self._left.bit_count() == 1
 
     def forget_objects(self) -> None:
         """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""
