@@ -245,7 +245,7 @@ ALL = [
 
 @pytest.mark.parametrize("make", ALL)
 def test_one_device_is_bitwise_eager(make: type[Net]) -> None:
-    assert_as_eager(make)
+    assert_as_eager(make, max_epochs=1 if make is CopyInUse else 3)  # each of its steps is a path of its own
 
 
 class Mistaken(Looks):
