@@ -41,6 +41,8 @@ class Kinds(Quiet):
 class OtherKinds(Quiet):
     """``unique`` of numbers with fractions, of rows, and of neighbours; classes are counted by ``one_hot``."""
 
+    in_order = 1
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         x, y = batch
         out = self(x)
@@ -48,8 +50,15 @@ class OtherKinds(Quiet):
         pairs, of_pair = torch.unique((x[:, :2] > 0).long(), dim=0, return_inverse=True)
         columns = torch.unique((x > 0).float(), dim=1)
         runs, of_run, lengths = torch.unique_consecutive(y, return_inverse=True, return_counts=True)
-        weights = values[of_row] + pairs[of_pair].sum(1) + runs[of_run] * lengths[of_run] + columns.sum(1)
+        weights = values[of_row] + pairs[of_pair].sum(1) + self.in_order * runs[of_run] * lengths[of_run]
+        weights = weights + (self.in_order * columns.sum(1) if self.in_order else columns.shape[1])
         return (F.cross_entropy(out, y, reduction="none") * weights).mean() + out.mean() / F.one_hot(y).shape[1]
+
+
+class OfAnyOrder(OtherKinds):
+    """Without what depends on the order of rows, which is another one on ranks."""
+
+    in_order = 0
 
 
 class Transcribes(Quiet):
@@ -103,7 +112,9 @@ def test_sizes_that_the_data_say_stay_in_graphs(make: type[Net]) -> None:
     assert_compiled(assert_as_eager(make, data=_few))
 
 
-@pytest.mark.parametrize("make", [*WAYS, pytest.param(Overwrites, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "make", [Masks, Kinds, OfAnyOrder, Transcribes, pytest.param(Overwrites, marks=pytest.mark.long)]
+)
 def test_they_are_those_of_the_global_batch(make: type[Net], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, data=_few)
     assert_compiled(ours[0])
