@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Size, Tensor
 
-_LEAVES = frozenset((Tensor, int, float, bool, str, type(None)))
+PLAIN = frozenset((Tensor, int, float, bool, str, type(None)))
 """Kinds that need no question what they contain: asked for each leaf in each step."""
 
 
@@ -35,7 +35,7 @@ def map_leaves(
         path: prefix of the paths.
         ends_at: whether a container is a leaf as a whole.
     """
-    if type(tree) in _LEAVES:
+    if type(tree) in PLAIN:
         return function(path, tree)
 
     def inside(value: Any, path: str) -> Any:
@@ -108,7 +108,7 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def structure(tree: Any) -> Any:
     """A hashable description of the nesting, without leaves."""
-    if type(tree) in _LEAVES:
+    if type(tree) in PLAIN:
         return None
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return (type(tree), tuple(structure(getattr(tree, f)) for f in tree._fields))

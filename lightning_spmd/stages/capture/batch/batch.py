@@ -18,7 +18,7 @@ from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError
 from lightning_spmd.ir.layout import is_dense
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.tree import leaves, map_leaves, structure
+from lightning_spmd.ir.tree import PLAIN, leaves, map_leaves, structure
 from lightning_spmd.stages.capture.batch.objects import tensors_inside
 from lightning_spmd.stages.capture.batch.rows_of_rank import (
     about_list,
@@ -60,7 +60,8 @@ class Batch:
         self.shared = shared
         found = leaves(batch)
         if looks_inside:
-            found += [inner for path, leaf in found for inner in tensors_inside(path, leaf)]
+            others = [(path, leaf) for path, leaf in found if type(leaf) not in PLAIN]
+            found += [inner for path, leaf in others for inner in tensors_inside(path, leaf)]
         self.paths = [path for path, _ in found]
         self.values = [leaf for _, leaf in found]
         self.tensors = [i for i, leaf in enumerate(self.values) if isinstance(leaf, Tensor)]

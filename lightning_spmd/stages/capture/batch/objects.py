@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+_NO_CONTAINERS = (Tensor, nn.Module)
 _DEPTH = 4
 _MOST = 256
 """Objects, containers and tensors in one that are looked at."""
@@ -23,7 +24,7 @@ def tensors_inside(path: str, leaf: Any) -> list[tuple[str, Tensor]]:
         path: of the leaf in the batch.
         leaf: of the batch.
     """
-    if isinstance(leaf, Tensor | nn.Module) or not callable(getattr(type(leaf), "to", None)):
+    if isinstance(leaf, _NO_CONTAINERS) or not callable(getattr(type(leaf), "to", None)):
         return []
     found: list[tuple[str, Tensor]] = []
     seen: set[int] = set()
