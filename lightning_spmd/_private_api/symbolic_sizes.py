@@ -67,6 +67,21 @@ class SymbolicSizes:
             code = code.replace(f"L['t{i}']", f"s{i}")
         return code
 
+    def decided(self, before: int) -> list[tuple[str, set[int]]]:
+        """What has been decided behind so many decisions: Python of ``s0``, ``s1``, ..., with the numbers of these."""
+        numbers = {symbol: i for i, symbol in enumerate(self._symbols)}
+        names = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for symbol, i in numbers.items()}
+        found: list[tuple[str, set[int]]] = []
+        for guard in self.env.guards[before:]:
+            needed = {numbers[symbol] for symbol in guard.expr.free_symbols}
+            found.append((PythonPrinter().doprint(guard.expr.xreplace(names)), needed))
+        return found
+
+    @property
+    def decisions(self) -> int:
+        """How many decisions were made so far."""
+        return len(self.env.guards)
+
     def fixed(self) -> dict[int, str]:
         """The symbols whose very number was wanted, each with the line that did."""
         return {i: self.env.fixed_at[s] for i, s in enumerate(self._symbols) if s in self.env.fixed_at}

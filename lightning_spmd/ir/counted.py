@@ -8,8 +8,9 @@ a product of two, with a number added. Nothing else is looked for.
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from torch import fx
@@ -45,6 +46,36 @@ def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple
     return [tuple(one[tie] for tie in ties) for one in sets]
 
 
+def samples_within(
+    number: int, pins: Mapping[int, int], conditions: Sequence[tuple[int, Callable[[Sequence[int]], bool]]]
+) -> list[tuple[int, ...]]:
+    """Such sets of counts that fulfill conditions.
+
+    Args:
+        number: of counts.
+        pins: those that have one value in all sets.
+        conditions: each with the last count that it is about; it gets the counts up to that one.
+
+    Raises:
+        Apart: there are hardly any.
+    """
+    used: set[int] = set()
+    found: list[tuple[int, ...]] = []
+    for sample in samples_of(number, range(number)):
+        counts: list[int] = []
+        for i, likely in enumerate(sample):
+            asked = [holds for last, holds in conditions if last == i]
+            near = sorted(_NUMBERS, key=lambda n: (abs(math.log(n / likely)), n)) if asked else ()
+            choices = (pins[i],) if i in pins else (n for n in (likely, *near) if n not in used)
+            chosen = next((n for n in choices if all(holds([*counts, n]) for holds in asked)), None)
+            if chosen is None:
+                raise Apart("hardly any other number of rows or elements is treated alike")
+            counts.append(chosen)
+            used.add(chosen)
+        found.append(tuple(counts))
+    return found
+
+
 def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Sets of counts, each with as many numbers behind it: how many of each this rank holds where ranks hold parts."""
     number = len(samples[0])
@@ -60,6 +91,10 @@ def _primes(scale: int) -> Iterator[int]:
         at += 1
 
 
+_NUMBERS = [2, 3, 4, 6, *itertools.takewhile(lambda prime: prime < 5000, _primes(5))]
+"""Counts that are tried where not all are treated alike."""
+
+
 class CountFits(Fits):
     """Finds the formula of a number, given its value in each sample.
 
@@ -72,11 +107,16 @@ class CountFits(Fits):
         super().__init__(counts, samples, (), ())
         self._columns = list(zip(*samples, strict=True))
         self._sums: dict[tuple[Fraction, ...], tuple[int, int]] | None = None
+        self._learned: dict[tuple[int, ...], Formula] = {}
+
+    def learn(self, formula: Formula) -> None:
+        """Know a formula that may be of another kind than those that are looked for."""
+        self._learned.setdefault(tuple(self.sizes.evaluate(formula, sample) for sample in self.samples), formula)
 
     @override
     def search(self, values: tuple[int, ...]) -> Formula | str:
         """The formula of a whole number, or why there is none."""
-        found = self._of_one(values) or self._of_a_sum(values) or self._of_two(values)
+        found = self._learned.get(values) or self._of_one(values) or self._of_a_sum(values) or self._of_two(values)
         return found or f"no formula of the counts gives {values}"
 
     def _of_one(self, values: tuple[int, ...]) -> Formula | None:

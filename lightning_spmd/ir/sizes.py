@@ -8,6 +8,7 @@ made for, and a formula. The runtime asks for the step's values (``Sizes.now``);
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import OrderedDict
@@ -55,9 +56,41 @@ class Formula:
         """
         return _SIZE.sub(lambda match: f"{counts}[{match[1]}]", str(self))
 
+    def at(self, sizes: Sequence[int]) -> Any:
+        """Its value for some sizes, all those that it needs and maybe more."""
+        return _compiled(self)(sizes)
+
     def names(self) -> set[int]:
         """The sizes that it needs, by number."""
         return set(map(int, _SIZE.findall(self.code)))
+
+    def with_names(self, numbers: Sequence[int]) -> Formula:
+        """The same of sizes that have other numbers.
+
+        Args:
+            numbers: for each of its own.
+        """
+        return Formula(_SIZE.sub(lambda match: f"s{numbers[int(match[1])]}", self.code), self.factor)
+
+
+@functools.cache
+def _compiled(formula: Formula) -> Callable[[Sequence[int]], Any]:
+    return eval(f"lambda sizes: {formula.of('sizes')}", {"math": math, "torch": torch})
+
+
+class Condition:
+    """What has been decided on counts of two and more.
+
+    Args:
+        formula: whether it is decided like this.
+    """
+
+    def __init__(self, formula: Formula) -> None:
+        self.formula, self.last = formula, max(formula.names())
+
+    def holds(self, counts: Sequence[int]) -> bool:
+        """Whether it is, as far as the counts are known."""
+        return self.last >= len(counts) or bool(self.formula.at([max(count, 2) for count in counts]))
 
 
 class _Sized:
@@ -200,6 +233,29 @@ class Counts(Sizes):
     def values(self) -> tuple[int, ...]:
         """What the run knows."""
         return tuple(self.current)
+
+
+class CountsOfStep(Sizes):
+    """Such sizes of the step that runs, as far as Python was told.
+
+    Attributes:
+        told: they.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((), "True")
+        self.told: Sequence[int] = ()
+
+    @override
+    def evaluate(self, formula: Formula, values: Sequence[int]) -> Any:
+        """A number for these counts."""
+        return formula.at(values)
+
+    @property
+    @override
+    def values(self) -> tuple[int, ...]:
+        """What Python was told."""
+        return tuple(self.told)
 
 
 def _bounded(kept: OrderedDict[Any, Any]) -> None:

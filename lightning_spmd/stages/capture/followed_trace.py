@@ -106,8 +106,9 @@ class FollowedTrace:
         self.own: OwnBatch | None = None
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
-        if request.sizes.sizes:
-            self._values.number = lambda leaf: with_sizes(leaf, request.sizes.numbers)
+        if request.sizes.sizes or program.counts is not None:
+            numbers = request.sizes.numbers if program.counts is None else program.at or program.live.counts
+            self._values.number = lambda leaf: with_sizes(leaf, numbers)
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder)
         if request.update.optimizer is not None and request.variant.by_hand:

@@ -22,6 +22,7 @@ from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import GraphMaker, finish, lowering
+from lightning_spmd.stages.capture.follow.counts import formulas_of
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
@@ -370,8 +371,11 @@ class GraphBuilder:
             other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
             steps.append(capture_followed(self._capture_request(other, split)))
         graphs = maker.make_for_counts(steps)
+        fits = CountFits(program.counts, samples)
+        for formula in formulas_of(program.notes):
+            fits.learn(formula)
         try:
-            main = for_all_counts([g.main for g in graphs], CountFits(program.counts, samples))
+            main = for_all_counts([g.main for g in graphs], fits)
         except Apart as error:
             raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
         return dataclasses.replace(graphs[0], main=main)

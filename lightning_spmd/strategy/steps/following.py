@@ -26,6 +26,7 @@ from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
+from lightning_spmd.stages.capture.follow.count_formulas import samples_of_path
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.follower import MANY_CALLS, Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
@@ -420,8 +421,7 @@ class _Talk:
             return False
         if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
-        counts = self._step.counts
-        if any(i < len(counts) and counts[i] != count for i, count in program.pins.items()):
+        if self._step.counts and not program.may_have(self._step.counts):
             return False  # the next call will be another one, and what comes behind the read fits these counts alone
         # a number that is another one for the first time is a constant of that graph
         numbers = self._step.numbers_between(begin, end)
@@ -794,7 +794,7 @@ class Following:
         if step.counts:
             counts = self._counts.setdefault(step.path, Counts(len(step.counts), by_rank=in_parts))
             if step.path not in self._samples:
-                samples = step.data_counts.samples[:GRAPHS]
+                samples = samples_of_path(step.notes, len(step.counts))[:GRAPHS]
                 self._samples[step.path] = with_parts(samples) if in_parts else samples
             program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
         return program

@@ -8,17 +8,18 @@ fits its values (``ir.counted``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import CountFits
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Formula
+from lightning_spmd.ir.sizes import Formula, Size
 from lightning_spmd.ir.unify import Apart
-from lightning_spmd.stages.capture.follow.notes import Note
+from lightning_spmd.stages.capture.follow.notes import Note, formulas_in
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 
 Told = Mapping[int, Sequence[int]]
@@ -102,6 +103,22 @@ def specs_for(note: Note, made: Sequence[Sequence[TensorSpec]], fits: CountFits)
         stride = tuple(number(steps) for steps in zip(*(s.stride for s in specs), strict=True))
         found.append(TensorSpec(shape, stride, specs[0].dtype, specs[0].device))
     return found
+
+
+def pins_of(notes: Iterable[Note]) -> dict[int, int]:
+    """The counts that must be equal in all steps on a path."""
+    return {i: count for note in notes for i, count in note.pins.items()}
+
+
+def formulas_of(notes: Iterable[Note]) -> Iterator[Formula]:
+    """The formulas of numbers and of sizes on a path."""
+    for note in notes:
+        parts = [
+            part for leaf in formulas_in(note).values() for part in (leaf if type(leaf) is torch.Size else (leaf,))
+        ]
+        yield from (part.formula for part in parts if type(part) is Size)
+        sizes = [number for spec in note.open or () for number in (*spec.shape, *spec.stride)]
+        yield from (number for number in sizes if isinstance(number, Formula))
 
 
 def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:

@@ -6,16 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import CountFits, samples_of
-from lightning_spmd.ir.first import first
-from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Counts
-from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.counts import Told, compiled_specs, counted, counts_in, specs_for
+from lightning_spmd.stages.capture.follow.counts import Told, counted, pins_of
 from lightning_spmd.stages.capture.follow.engine import EngineCall
-from lightning_spmd.stages.capture.follow.notes import Made, Note, sources_in
-from lightning_spmd.stages.capture.follow.recorder import Recorder, Recording, first_line, told_of
+from lightning_spmd.stages.capture.follow.notes import Note
+from lightning_spmd.stages.capture.follow.recorder import Recorder
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import surroundings
 
@@ -24,7 +19,7 @@ _SPARE = 64
 
 
 class DataCounts:
-    """The data-dependent sizes of one step, and formulas of them.
+    """The data-dependent sizes of one step.
 
     Args:
         step: the step.
@@ -36,10 +31,11 @@ class DataCounts:
         self._step, self._recorder, self._copies = step, recorder, copies
         self._fewest: int | None = None
 
-    def is_pinned(self, note: Note) -> bool:
-        """Whether this step has the counts that a call requires, as far as they are known before it."""
+    def may_be(self, note: Note) -> bool:
+        """Whether this step has the counts that a call requires, as far as they are known."""
         counts = self._step.counts
-        return not note.pins or all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())
+        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())
+        return are_pinned and all(condition.holds(counts) for condition in note.conditions)
 
     def counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
         """The counts of a call that is not noted yet."""
@@ -97,7 +93,7 @@ class DataCounts:
     def fewest(self) -> int:
         """The smallest of the counts that may differ in other steps."""
         if self._fewest is None:
-            pins = self.pins
+            pins = pins_of(self._step.notes)
             self._fewest = min((count for i, count in enumerate(self._step.counts) if i not in pins), default=1 << 62)
         return self._fewest
 
@@ -107,9 +103,9 @@ class DataCounts:
         Raises:
             CannotBeFollowed: it is not.
         """
-        if note.pins:
+        if note.pins or note.conditions:
             self._fewest = None
-            if not self.is_pinned(note):
+            if not self.may_be(note):
                 raise CannotBeFollowed(f"{note.name} is given another number of rows or elements than before")
         if note.apart is not None:
             raise CannotBeFollowed(note.apart)
@@ -134,96 +130,6 @@ class DataCounts:
             sized, sizes = step.follower.moulds.sized, note.sizes(step.counts)
             note.moulds = [sized(mould, *size) for mould, size in zip(note.moulds, sizes, strict=True)]
             note.handed[:] = [mould.detach() for mould in note.moulds]
-
-    def find_sizes(self) -> None:
-        """Formulas for the sizes of all results, from the counts that they depend on.
-
-        A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
-        """
-        step = self._step
-        begin = first((depth for depth, note in enumerate(step.notes) if note.least is None), "new call")
-        while begin < len(step.notes):
-            number, samples = len(step.counts), self.samples
-            rows = [self._specs_with(sample) for sample in samples]
-            few = [self._specs_with(self._with_pins([count] * number)) for count in (0, 1)]
-            fits = CountFits(Counts(number), samples)
-            for depth, note in enumerate(step.notes[begin:], begin):
-                reason = self._find_sizes_of(note, rows, few, fits)
-                if reason is not None:
-                    operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
-                    counts = set(note.counts).union(*(operand.needs for operand in operands)) - self.pins.keys()
-                    if not counts:
-                        for later in step.notes[depth:]:
-                            later.apart, later.least = reason, 0
-                        return
-                    note.pins, note.take = {i: step.counts[i] for i in sorted(counts)}, None
-                    self._fewest = None
-                    begin = depth
-                    break
-            else:
-                return
-
-    def _find_sizes_of(self, note: Note, rows: Sequence[Any], few: Sequence[Any], fits: CountFits) -> str | None:
-        """Find formulas for the results of one call. Returns why there are none, or None.
-
-        Args:
-            note: the call.
-            rows: what the calls of the path make for each sample, and why not all do.
-            few: the same for no and for one element.
-            fits: finds formulas of samples.
-        """
-        depth = note.depth
-        if failed := next((reason for found, reason in rows if depth >= len(found)), None):
-            return failed
-        try:
-            found = specs_for(note, [specs[depth] for specs, _ in rows], fits)
-        except Apart as error:
-            return f"what {note.name} gives is as large as the data say in a way of its own ({error})"
-        if found is not None:
-            note.sizes, note.needs = compiled_specs(found), tuple(sorted(counts_in(found)))
-            note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
-        note.least = 0
-        for count, (specs, _) in reversed(list(enumerate(few))):
-            wanted = [spec.shape for spec in rows[0][0][depth]]
-            if note.sizes is not None:
-                wanted = [shape for shape, _ in note.sizes(self._with_pins([count] * len(self._step.counts)))]
-            if depth >= len(specs) or [spec.shape for spec in specs[depth]] != wanted:
-                note.least = count + 1
-                break
-        return None
-
-    @property
-    def pins(self) -> dict[int, int]:
-        """The counts that must be equal in other steps on the path."""
-        return {i: count for note in self._step.notes for i, count in note.pins.items()}
-
-    def _with_pins(self, counts: Sequence[int]) -> list[int]:
-        pins = self.pins
-        return [pins.get(i, count) for i, count in enumerate(counts)]
-
-    @property
-    def samples(self) -> list[tuple[int, ...]]:
-        """The sample counts for graphs of the path."""
-        number = len(self._step.counts)
-        return [tuple(self._with_pins(sample)) for sample in samples_of(number, range(number))]
-
-    def _specs_with(self, counts: Sequence[int]) -> tuple[list[list[TensorSpec]], str | None]:
-        """The specs of results on the path with other counts, up to a call that fails, and why it fails."""
-        step = self._step
-        recording, found = Recording(step), list[list[TensorSpec]]()
-        try:
-            with step.beside():
-                for note in step.notes:
-                    recording.below.sized.begin(told_of(note, counts))
-                    with recording.active():
-                        recording.values.run(note, step.numbers_of(note))
-                    found.append([TensorSpec.of(recording.values.made[source]) for source in note.made])
-        except Exception as error:
-            note = step.notes[len(found)]
-            return found, f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
-        finally:
-            recording.values.engine.close()
-        return found, None
 
     @property
     def apart(self) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import CountsOfStep, Dimension
 from lightning_spmd.stages.capture.follow.engine import Begin, Saving
 from lightning_spmd.stages.capture.follow.memory import Holders
 from lightning_spmd.stages.capture.follow.notes import Note, Place
@@ -41,6 +41,7 @@ class Follower:
         self._trees: dict[Any, OpenTree] = {}
         self.names, self.is_named = names, is_named
         self.kinds: dict[Any, str] = {}
+        self.counts = CountsOfStep()
         self.begins: dict[Any, Begin] = {}
         self.saving: dict[Any, Saving] = {}
         self.numbers: dict[Any, set[Place]] = {}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.sizes import Size
+from lightning_spmd.ir.sizes import CountsOfStep, Size
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
@@ -135,7 +135,7 @@ class _Compiler:
         self.met: dict[int, str] = {}
         self._note, self._sources, self._path, self._given = note, sources, path, given
         self._bound: dict[int, str] = {}
-        self._formulas = {place: index for index, place in enumerate(formulas_in(note))}
+        self._formulas = {place: (index, leaf) for index, (place, leaf) in enumerate(formulas_in(note).items())}
 
     def bind(self, value: Any) -> str:
         """A name for an object."""
@@ -189,7 +189,7 @@ class _Compiler:
         elif place in note.free:
             yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
         elif place in self._formulas:
-            yield f"type({there}) is {self.bind(kind)} and {there} == {self.bind(note.now)}[{self._formulas[place]}]"
+            yield f"type({there}) is {self.bind(kind)} and {there} == {self._now(place)}"
         elif value is None or value is True or value is False:
             yield f"{there} is {value}"
         elif kind in (int, str):
@@ -201,6 +201,15 @@ class _Compiler:
         else:
             known = self.bind(value)
             yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
+
+    def _now(self, place: Place) -> str:
+        """A number that follows from sizes, as it is in the step that runs."""
+        index, leaf = self._formulas[place]
+        parts = leaf if type(leaf) is torch.Size else (leaf,)
+        if not any(type(part) is Size and isinstance(part.sizes, CountsOfStep) for part in parts):
+            return f"{self.bind(self._note.now)}[{index}]"
+        codes = [part.formula.of("step.counts") if type(part) is Size else str(part) for part in parts]
+        return f"({''.join(f'{code}, ' for code in codes)})" if type(leaf) is torch.Size else codes[0]
 
     def parts(self, value: Sequence[Any], there: str, place: Place) -> Iterator[str]:
         """The terms that compare the contents of a tuple or list."""
@@ -262,8 +271,8 @@ def compiled(
     else:
         terms.append("not kwargs")
     terms += code.switches()
-    if note.pins:
-        terms.append(f"step.data_counts.is_pinned({code.bind(note)})")
+    if note.pins or note.conditions:
+        terms.append(f"step.data_counts.may_be({code.bind(note)})")
     if note.anew and len(note.met) > 1:
         return never
     lines = ["def take(step, args, kwargs):", " try:", f"  if not ({' and '.join(terms)}): return MISSED"]

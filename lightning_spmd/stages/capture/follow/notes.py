@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Size
+from lightning_spmd.ir.sizes import Condition, Size
 from lightning_spmd.ir.stable_hash import stable_hash
 
 
@@ -224,7 +224,9 @@ class Note:
         apart: why its results have no sizes for other counts than those with which it was recorded, if so.
         needs: the counts on which the sizes of its results depend, by their position.
         sized_for: those counts, as its placeholders are now.
+        open: specs of its results with formulas of counts; None if they are the same for all of them.
         pins: counts for which alone it is this call, with others it is another one.
+        conditions: on counts, without which it is another call.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
         writes: into whose memory it writes.
     """
@@ -274,7 +276,9 @@ class Note:
     apart: str | None = None
     needs: tuple[int, ...] = ()
     sized_for: tuple[int, ...] = ()
+    open: list[TensorSpec] | None = None
     pins: dict[int, int] = field(default_factory=dict[int, int])
+    conditions: Sequence[Condition] = ()
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
     writes: frozenset[Source] = frozenset()
 
@@ -287,6 +291,13 @@ class Note:
     def name(self) -> str:
         """The name of the called function, for messages."""
         return getattr(self.func, "__name__", str(self.func))
+
+    def specs_at(self, counts: Sequence[int]) -> list[TensorSpec]:
+        """The specs of its results in a step with these counts."""
+        if self.sizes is None:
+            return self.specs
+        sizes = zip(self.specs, self.sizes(counts), strict=True)
+        return [TensorSpec(shape, stride, spec.dtype, spec.device) for spec, (shape, stride) in sizes]
 
     def with_arguments(self, args: Any, kwargs: Any) -> Note:
         """The same call with other numbers."""

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
-from lightning_spmd.ir.sizes import Counts
+from lightning_spmd.ir.sizes import Condition, Counts
+from lightning_spmd.stages.capture.follow.counts import pins_of
 from lightning_spmd.stages.capture.follow.notes import Note, Place, Source
 
 
@@ -115,9 +116,14 @@ class Program:
         return [note for note in self.notes if note.asks]
 
     @functools.cached_property
-    def pins(self) -> dict[int, int]:
-        """Counts with which alone a step takes this path, by their number."""
-        return {i: count for note in self.notes for i, count in note.pins.items()}
+    def _of_counts(self) -> tuple[dict[int, int], list[Condition]]:
+        return pins_of(self.notes), [condition for note in self.notes for condition in note.conditions]
+
+    def may_have(self, counts: Sequence[int]) -> bool:
+        """Whether a step with these counts, and maybe more, may take this path."""
+        pins, conditions = self._of_counts
+        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())
+        return are_pinned and all(condition.holds(counts) for condition in conditions)
 
     def line_of(self, tensor: Tensor) -> str | None:
         """Where this step met a tensor from outside that is none of the module's; None if it has not."""

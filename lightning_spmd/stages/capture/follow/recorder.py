@@ -404,7 +404,7 @@ class Recorder:
         def fake(value: Any) -> Any:
             source = step.sources.get(id(value)) if isinstance(value, Tensor) else None
             if type(source) is Made:
-                seen = step.notes[source.depth].specs[source.index]
+                seen = step.notes[source.depth].specs_at(step.counts)[source.index]
                 with recording.active(), torch.no_grad():
                     return torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=seen.device)
             return recording.values.of(source) if source is not None else value
@@ -417,7 +417,7 @@ class Recorder:
             made = new_tensors(out, given)
         except Exception:  # then the call itself will say so
             return False
-        return [TensorSpec.of(t) for t in made] == note.specs
+        return [TensorSpec.of(t) for t in made] == note.specs_at(step.counts)
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether a batch of other sizes fits the calls so far, and one that could not be recorded.

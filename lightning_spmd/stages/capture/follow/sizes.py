@@ -456,7 +456,7 @@ class _Opening:
             return number
         codes = dict.fromkeys([*near, *self._pool])
         tables = {code: self._values(code, points) for code in codes}
-        for formula in _candidates(tables, column):
+        for formula in candidates(tables, column):
             return Size(number, formula, self._sizes)
         return None
 
@@ -464,7 +464,7 @@ class _Opening:
         return [self._sizes.evaluate(Formula(code), point) for point in points]
 
 
-def _candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterable[Formula]:
+def candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterable[Formula]:
     """Formulas that give a number in all steps that were seen, the plainest first.
 
     Args:

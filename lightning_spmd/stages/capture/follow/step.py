@@ -26,6 +26,7 @@ from lightning_spmd.ir.successors import Replaced, with_successors
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
 from lightning_spmd.stages.capture.follow.copies import Copies
+from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
 from lightning_spmd.stages.capture.follow.engine import EngineCall, Saving
@@ -648,7 +649,7 @@ class Step(StepState, TorchFunctionMode):
             return self._otherwise("checks", func, args, kwargs)
         known = len(self.outside)
         for note in reversed(self.here.children):
-            if note.func != func or note.around != around or note.reads or not self.data_counts.is_pinned(note):
+            if note.func != func or note.around != around or note.reads or not self.data_counts.may_be(note):
                 continue
             if not (note.at is self.at or moved(note, self.at)):
                 continue
@@ -834,10 +835,12 @@ class Step(StepState, TorchFunctionMode):
         subject = self.recorder.fake_now(source) if type(source) is Made else None
         if of == "grad_fn" and subject is not None:
             return self.functions.node(args[0], subject)
-        sizes = self.notes[source.depth].sizes if type(source) is Made else None
-        if type(source) is Made and sizes is not None and getattr(func, "__name__", "") in _STRIDES:
-            with self.beside():
-                subject = torch.empty_strided(*sizes(self.counts)[source.index], device="meta")
+        if type(source) is Made and getattr(func, "__name__", "") in _STRIDES:
+            note = self.notes[source.depth]
+            if note.sizes is not None:
+                spec = note.specs_at(self.counts)[source.index]
+                with self.beside():
+                    subject = torch.empty_strided(spec.shape, spec.stride, device="meta")
         with self.beside():
             if subject is None:
                 return func(*args, **kwargs)
@@ -979,7 +982,7 @@ class Step(StepState, TorchFunctionMode):
         free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
         self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
         if self.counts and any(note.least is None and note.apart is None for note in self.notes):
-            self.data_counts.find_sizes()
+            CountFormulas(self).find()
         for depth, (args, kwargs) in self.held.items():
             note = self.notes[depth]
             if note.take is None and not note.reads:

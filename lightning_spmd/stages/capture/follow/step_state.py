@@ -138,7 +138,7 @@ class StepState:
         follower.shared = shared_among(self._batch)
         self.notes: list[Note] = []
         self.outside: list[Tensor] = []
-        self.counts: list[int] = []
+        self.counts = follower.counts.told = list[int]()
         self.reason: tuple[str, str | None] | None = None
         self.is_apart = self.is_over = self.was_told_draws = self.must_be_graph = self.draws_elsewhere = False
         self.wrapped = follower.wrapped

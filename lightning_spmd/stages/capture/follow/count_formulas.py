@@ -1,0 +1,400 @@
+"""What calls give for other data-dependent sizes than those with which they were noted.
+
+A new path is made again on fake tensors with a few other counts, and once with symbols for counts. A number of Python's
+that is as large as something of the step is taken for a formula, and is one if the path can be made with it for all of
+these counts; in other steps what Python passes is compared with it. The sizes of results are formulas that fit their
+values. What torch decided with symbols says for which counts all that holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.ir.counted import CountFits, samples_within
+from lightning_spmd.ir.first import first
+from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
+from lightning_spmd.ir.unify import Apart
+from lightning_spmd.stages.capture.follow.counts import compiled_specs, counts_in, pins_of, specs_for
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes
+from lightning_spmd.stages.capture.follow.notes import (
+    Made,
+    Note,
+    Place,
+    is_formula,
+    leaves_by_place,
+    sources_in,
+    with_numbers,
+)
+from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
+from lightning_spmd.stages.capture.follow.sizes import candidates, is_like, with_sizes
+from lightning_spmd.stages.capture.follow.step_state import StepState
+
+_SEEN = 4
+"""Counts with which a call was made that are kept, to find formulas of its numbers."""
+
+
+class _Again(Exception):
+    """Control flow: the path is to be made with other numbers or other counts."""
+
+
+class _Pinned(Exception):
+    """Control flow: a call has no form for other counts.
+
+    Args:
+        depth: of the call.
+        reason: why.
+    """
+
+    def __init__(self, depth: int, reason: str) -> None:
+        super().__init__(reason)
+        self.depth, self.reason = depth, reason
+
+
+@dataclass
+class _Found:
+    """What was found of one call.
+
+    Args:
+        numbers: of its arguments that are formulas.
+        specs: of its results, with formulas; None if they are the same for all counts.
+        least: counts below this one are treated in another way.
+        conditions: under which all that holds.
+    """
+
+    numbers: dict[Place, Any]
+    specs: list[TensorSpec] | None
+    least: int
+    conditions: list[Condition]
+
+
+class CountFormulas:
+    """Finds formulas for the new calls of one step.
+
+    Args:
+        step: the step; Python is done.
+
+    Attributes:
+        tried: how many choices of numbers a call was tried with, by depth.
+        conditions: that samples must fulfill, by depth.
+        tries_symbols: how often torch's code could not run on symbols.
+    """
+
+    def __init__(self, step: StepState) -> None:
+        self._step = step
+        self.tried: dict[int, int] = {}
+        self.conditions: dict[int, list[Condition]] = {}
+        self.tries_symbols = 0
+
+    def find(self) -> None:
+        """Find formulas for numbers and for sizes of results, from the counts that they depend on.
+
+        A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
+        """
+        step = self._step
+        new = begin = first((depth for depth, note in enumerate(step.notes) if note.least is None), "new call")
+        for note in step.notes[new:]:
+            note.seen.append(tuple(step.counts[: self.known_before(note)]))
+        while begin < len(step.notes):
+            try:
+                _Pass(self, step, begin, new).run()
+                return
+            except _Again:
+                continue
+            except _Pinned as error:
+                note = step.notes[error.depth]
+                operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+                counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
+                if not counts:
+                    for later in step.notes[error.depth :]:
+                        later.apart, later.least = error.reason, 0
+                    return
+                note.pins, note.take = {i: step.counts[i] for i in sorted(counts)}, None
+                self.tried.pop(error.depth, None)
+                begin = error.depth
+
+    def known_before(self, note: Note) -> int:
+        """How many counts are known before a call is made."""
+        return max((before.counts.stop for before in self._step.notes[: note.depth]), default=0)
+
+    def samples(self) -> list[tuple[int, ...]]:
+        """Counts to make the path with.
+
+        Raises:
+            Apart: there are hardly any that are treated alike.
+        """
+        return samples_of_path(self._step.notes, len(self._step.counts), self.conditions)
+
+
+def samples_of_path(
+    notes: Sequence[Note], number: int, more: Mapping[int, Sequence[Condition]] | None = None
+) -> list[tuple[int, ...]]:
+    """Counts for which a path is what it is.
+
+    Args:
+        notes: the path.
+        number: of its counts.
+        more: further conditions.
+
+    Raises:
+        Apart: there are hardly any.
+    """
+    conditions = [condition for note in notes for condition in note.conditions]
+    conditions += [condition for some in (more or {}).values() for condition in some]
+    return samples_within(number, pins_of(notes), [(c.last, c.holds) for c in conditions])
+
+
+class _Run:
+    """The path on fake tensors.
+
+    Args:
+        step: the step.
+        counts: numbers or symbols.
+        mode: of the fake tensors.
+    """
+
+    def __init__(self, step: StepState, counts: Sequence[Any], mode: Any = None) -> None:
+        self._step, self.counts = step, counts
+        self._recording = Recording(step, None, mode)
+        self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
+
+    def make(self, note: Note) -> list[Tensor]:
+        """Make the next call. Returns its results."""
+        recording = self._recording
+        with self._step.beside():
+            recording.below.sized.begin(told_of(note, self.counts))
+            with recording.active():
+                recording.values.run(note, self._step.numbers_of(note))
+        return [recording.values.made[source] for source in note.made]
+
+    def close(self) -> None:
+        """End it."""
+        self._recording.values.engine.close()
+
+
+class _Pass:
+    """One try: all calls of the path, side by side for all counts.
+
+    Args:
+        every: what is known from tries before.
+        step: the step.
+        begin: the depth of the first call without formulas.
+        first_new: of the first call that no step made before.
+    """
+
+    def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
+        self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
+        number, pins = len(step.counts), pins_of(step.notes)
+        samples = every.samples()
+        self._fits = CountFits(Counts(number), samples)
+        self._runs = [_Run(step, sample) for sample in samples]
+        few = [[pins.get(i, count) for i in range(number)] for count in (0, 1)]
+        self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
+        self._symbols = private.SymbolicSizes(lambda: "")
+        made = {i: self._symbols.symbol(max(c, 2)) for i, c in enumerate(step.counts) if i not in pins}
+        self._open = list(made)
+        mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
+        on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
+        self._symbolic = None if every.tries_symbols > 1 else _Run(step, on_symbols, mode)
+        self._found: dict[int, _Found] = {}
+        self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
+        self._pool: dict[str, None] = {}
+        self._companions: list[Note] = [step.notes[first_new - 1]] if first_new else []
+
+    def run(self) -> None:
+        """Find formulas of all calls.
+
+        Raises:
+            _Again: it is to be tried again.
+            _Pinned: a call has none.
+        """
+        end = len(self._step.notes)
+        try:
+            for note in self._step.notes:
+                if note.depth >= self._first_new:
+                    self._companions = [
+                        child
+                        for before in self._companions
+                        for child in before.children
+                        if child is not note and child.seen and is_like(child, note)
+                    ]
+                self._note(note)
+        except _Pinned as error:
+            end = error.depth
+            raise
+        except _Again:
+            end = 0
+            raise
+        finally:
+            for run in (*self._runs, *self._few, self._symbolic):
+                if run is not None:
+                    run.close()
+            for depth in range(self._begin, end):
+                self._keep(self._step.notes[depth], self._found[depth])
+
+    def _keep(self, note: Note, found: _Found) -> None:
+        if found.numbers:
+            note.args, note.kwargs = with_numbers((note.args, note.kwargs), found.numbers)
+            note.take = None
+        note.open = found.specs
+        if found.specs is not None:
+            note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
+            note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
+        note.least, note.conditions = found.least, found.conditions
+
+    def _note(self, note: Note) -> None:
+        depth = note.depth
+        is_new = depth >= self._begin
+        choices = self._choices(note) if is_new else [dict[Place, Any]()]
+        numbers = choices[min(self._every.tried.get(depth, 0), len(choices) - 1)]
+        args, kwargs = with_numbers((note.args, note.kwargs), numbers)
+        call = note.with_arguments(args, kwargs)
+        try:
+            made = [run.make(call) for run in self._runs]
+        except Exception as error:
+            reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
+            raise self._otherwise(depth, choices, reason) from None
+        conditions = self._conditions(call, choices)
+        for leaf in numbers.values():
+            for size in leaf if type(leaf) is torch.Size else (leaf,):
+                if type(size) is Size:
+                    self._fits.learn(size.formula)
+        specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
+        try:
+            found = specs_for(note, specs, self._fits) if is_new else note.open
+        except Apart as error:
+            reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
+            raise self._otherwise(depth, choices, reason) from None
+        known = found or specs[0]
+        few = [self._with_few(index, call) for index in range(len(self._few))]
+        if is_new:
+            least = max((i + 1 for i, got in enumerate(few) if got != self._shapes(known, i)), default=0)
+            now = [self._at(spec.shape, self._step.counts) for spec in known]
+            if now != [spec.shape for spec in note.specs] and min(self._step.counts) > 1:
+                reason = f"what {note.name} gives is as large as the data say in a way of its own"
+                raise self._otherwise(depth, choices, reason)
+            self._found[depth] = _Found(numbers, found, least, conditions)
+        for source, spec in zip(note.made, known, strict=True):
+            self._specs[source] = spec
+            self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))
+
+    def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
+        """What to raise where a choice of numbers will not do."""
+        tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
+        return _Again() if tried < len(choices) else _Pinned(depth, reason)
+
+    @staticmethod
+    def _at(numbers: Sequence[Any], counts: Sequence[int]) -> tuple[int, ...]:
+        return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
+
+    def _shapes(self, specs: Sequence[TensorSpec], index: int) -> list[tuple[int, ...]] | None:
+        run = self._few[index]
+        return None if run is None else [self._at(spec.shape, run.counts) for spec in specs]
+
+    def _with_few(self, index: int, call: Note) -> list[tuple[int, ...]] | None:
+        run = self._few[index]
+        try:
+            return None if run is None else [tuple(tensor.shape) for tensor in run.make(call)]
+        except Exception:
+            self._few[index] = None
+            return None
+
+    # ------------------------------------------------------------------ for which counts
+    def _conditions(self, call: Note, choices: Sequence[Any]) -> list[Condition]:
+        """What torch decides on counts in a call."""
+        if self._symbolic is None:
+            return []
+        before, symbols, depth = self._symbols.decisions, self._symbols, call.depth
+        try:
+            with private.symbols_as_numbers(by_python=self._every.tries_symbols > 0):
+                made = self._symbolic.make(call)
+            decided = symbols.decided(before)
+            codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
+        except Exception:  # whatever torch's code does with what is no plain integer
+            self._every.tries_symbols += 1
+            raise _Again from None
+        if symbols.fixed():
+            raise self._otherwise(depth, choices, f"{call.name} is another one for each number of rows or elements")
+        for code in filter(None, codes):
+            self._fits.learn(self._renamed(code))
+        conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
+        if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
+            self._every.conditions[depth] = conditions
+            try:
+                self._every.samples()
+            except Apart as error:
+                del self._every.conditions[depth]
+                raise self._otherwise(depth, choices, str(error)) from None
+            raise _Again
+        return conditions
+
+    def _renamed(self, code: str) -> Formula:
+        """Python of symbols as Python of counts."""
+        return Formula(code).with_names(self._open)
+
+    # ------------------------------------------------------------------ numbers of Python's
+    def _choices(self, note: Note) -> list[dict[Place, Any]]:
+        """Which numbers of a call may be formulas, the likeliest choice first."""
+        operands = [s for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+        near = {str(n): None for s in operands for n in self._specs[s].shape if isinstance(n, Formula)}
+        known = self._every.known_before(note)
+        pool = {**{f"s{i}": None for i in range(known)}, **self._pool}
+        guesses = [near, {}, pool] if operands else [pool, {}]
+        found: list[dict[Place, Any]] = []
+        for guess in guesses:
+            choice = self._choice(note, known, pool, guess)
+            if repr_of(choice) not in map(repr_of, found):
+                found.append(choice)
+        return found
+
+    def _choice(self, note: Note, known: int, pool: Iterable[str], guess: Iterable[str]) -> dict[Place, Any]:
+        points, columns = [tuple(self._step.counts[:known])], dict[Place, list[Any]]()
+        for place, leaf in leaves_by_place((note.args, note.kwargs)):
+            is_number = type(leaf) in (int, torch.Size) and not is_formula(leaf)
+            if is_number and not (place in note.free or place in note.plain or keeps_shapes(note.func)):
+                columns[place] = [leaf]
+        for other in self._companions if columns else ():
+            leaves = dict(leaves_by_place((other.args, other.kwargs)))
+            for seen in other.seen:
+                points.append(seen)
+                for place, column in columns.items():
+                    column.append(with_sizes(leaves[place], seen))
+        found: dict[Place, Any] = {}
+        for place, column in columns.items():
+            if type(column[0]) is torch.Size:
+                parts = [self._fitted(part, points, pool, guess) for part in zip(*column, strict=True)]
+                if any(type(part) is Size for part in parts):
+                    found[place] = torch.Size(parts)
+            elif type(number := self._fitted(column, points, pool, guess)) is Size:
+                found[place] = number
+        return found
+
+    def _fitted(
+        self, column: Sequence[int], points: Sequence[tuple[int, ...]], pool: Iterable[str], guess: Iterable[str]
+    ) -> int:
+        """A number, or its formula."""
+        number, counts = column[0], self._step.follower.counts
+        if len(set(column)) > 1:
+            tables = {code: [Formula(code).at(point) for point in points] for code in pool}
+            for formula in candidates(tables, column):
+                return Size(number, formula, counts)
+        elif number > 1 and len(set(points)) == 1:
+            for code in guess:
+                if Formula(code).at(points[0]) == number:
+                    return Size(number, Formula(code), counts)
+        return number
+
+
+def repr_of(choice: Mapping[Place, Any]) -> str:
+    """A choice of numbers as text."""
+
+    def text(leaf: Any) -> str:
+        return str([text(n) for n in leaf]) if type(leaf) is torch.Size else str(getattr(leaf, "formula", leaf))
+
+    return str([(place, text(leaf)) for place, leaf in choice.items()])
