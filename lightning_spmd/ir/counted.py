@@ -10,12 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 
 from torch import fx
 from typing_extensions import override
 
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import HandOver
 from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, mapped
 from lightning_spmd.ir.steps import ShardedStep
@@ -24,26 +25,38 @@ from lightning_spmd.ir.unify import Apart, Fits, joined
 GRAPHS = 3
 """So many graphs are compared."""
 _LARGEST_ADDED = 1 << 16
+_DIVISORS = range(2, 17)
 _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 
 
-def samples_of(number: int, ties: Sequence[int], scale: int = 101) -> list[tuple[int, ...]]:
+def samples_of(number: int, scale: int = 101) -> list[tuple[int, ...]]:
     """Sets of counts, far from each other; in the first they rise and in the second they fall.
 
-    What depends on which of two is larger, as the length of ``pad_sequence`` does, has no formula in both.
+    What depends on which of two is larger, as the length of ``pad_sequence`` does, has no formula in both. What is
+    rounded in a division has none in the first three.
 
     Args:
         number: of counts.
-        ties: for each of them the first one that is always equal.
         scale: about the least of them.
     """
     rows = GRAPHS + 1
-    chosen = random.Random(0).sample(list(itertools.islice(_primes(scale), 4 * rows * number)), rows * number)
+    # multiples may be treated in a way of their own: by kernels, and where a part that is one is the whole
+    plain = [n for n in range(scale, scale + 32 * rows * number) if all(n % divisor for divisor in (3, 4, 5, 7))]
+    chosen = random.Random(0).sample(plain, rows * number)
     sets = [chosen[row * number : (row + 1) * number] for row in range(rows)]
     sets[0].sort()
     sets[1].sort(reverse=True)
-    return [tuple(one[tie] for tie in ties) for one in sets]
+    used = set(chosen)
+    for i, (one, other, third) in enumerate(zip(*sets[:3], strict=True)):
+        if not _differ_in_rests(one, other, third):
+            sets[2][i] = first((n for n in plain if n not in used and _differ_in_rests(one, other, n)), "other rests")
+            used.add(sets[2][i])
+    return list(map(tuple, sets))
+
+
+def _differ_in_rests(*numbers: int) -> bool:
+    return all(len({n % divisor for n in numbers}) > 1 for divisor in _DIVISORS)
 
 
 def samples_within(
@@ -61,13 +74,15 @@ def samples_within(
     """
     used: set[int] = set()
     found: list[tuple[int, ...]] = []
-    for sample in samples_of(number, range(number)):
+    for row, sample in enumerate(samples_of(number)):
         counts: list[int] = []
         for i, likely in enumerate(sample):
             asked = [holds for last, holds in conditions if last == i]
             near = sorted(_NUMBERS, key=lambda n: (abs(math.log(n / likely)), n)) if asked else ()
             choices = (pins[i],) if i in pins else (n for n in (likely, *near) if n not in used)
-            chosen = next((n for n in choices if all(holds([*counts, n]) for holds in asked)), None)
+            fit = [n for n in choices if all(holds([*counts, n]) for holds in asked)]
+            before = [one[i] for one in found[:2]]
+            chosen = next((n for n in fit if row != 2 or _differ_in_rests(*before, n)), fit[0] if fit else None)
             if chosen is None:
                 raise Apart("hardly any other number of rows or elements is treated alike")
             counts.append(chosen)
@@ -79,19 +94,11 @@ def samples_within(
 def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Sets of counts, each with as many numbers behind it: how many of each this rank holds where ranks hold parts."""
     number = len(samples[0])
-    parts = samples_of(number, range(number), _SCALE_OF_PARTS)
+    parts = samples_of(number, _SCALE_OF_PARTS)
     return [(*sample, *own) for sample, own in zip(samples, parts, strict=False)]
 
 
-def _primes(scale: int) -> Iterator[int]:
-    at = scale
-    while True:
-        if all(at % d for d in range(2, int(at**0.5) + 1)):
-            yield at
-        at += 1
-
-
-_NUMBERS = [2, 3, 4, 6, *itertools.takewhile(lambda prime: prime < 5000, _primes(5))]
+_NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
 """Counts that are tried where not all are treated alike."""
 
 
@@ -121,8 +128,9 @@ class CountFits(Fits):
 
     def _of_one(self, values: tuple[int, ...]) -> Formula | None:
         by_addition: Formula | None = None
-        for i, column in enumerate(self._columns):
-            found = _linear(values, column, f"s{i}")
+        counts = [(column, f"s{i}") for i, column in enumerate(self._columns)]
+        for column, code in itertools.chain(counts, ((c, str(f)) for c, f in self._learned.items())):
+            found = _linear(values, column, code)
             if found is not None and found[1] == 0:
                 return found[0]
             by_addition = by_addition or (None if found is None else found[0])

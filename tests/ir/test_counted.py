@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import itertools
 
-from lightning_spmd.ir.counted import GRAPHS, samples_of
+import pytest
+
+from lightning_spmd.ir.counted import GRAPHS, samples_of, samples_within
+from lightning_spmd.ir.unify import Apart
 
 
 def test_of_any_two_counts_each_is_the_larger_one_in_some_set() -> None:
-    sets = samples_of(6, range(6))[:GRAPHS]
+    sets = samples_of(6)[:GRAPHS]
     for i, j in itertools.combinations(range(6), 2):
         assert {one[i] > one[j] for one in sets} == {True, False}
     assert len({count for one in sets for count in one}) == 6 * GRAPHS
 
 
-def test_counts_that_are_always_equal_are_so_in_each_set() -> None:
-    for one in samples_of(3, (0, 0, 2)):
-        assert one[0] == one[1] != one[2]
+@pytest.mark.parametrize("number", [1, 5, 60])
+def test_what_is_rounded_is_no_multiple(number: int) -> None:
+    for one, other, third in zip(*samples_of(number)[:GRAPHS], strict=True):
+        for divisor in range(2, 17):
+            slopes = {(b // divisor - a // divisor) / (b - a) for a, b in ((one, other), (one, third))}
+            assert len(slopes) == 2
+
+
+def test_sets_fulfill_conditions() -> None:
+    below = samples_within(2, {}, [(0, lambda counts: counts[0] < 50), (1, lambda counts: counts[1] > 20 * counts[0])])
+    assert all(2 <= one < 50 and other > 20 * one for one, other in below)
+    assert len({one for one, _ in below}) == len(below)
+    assert all(one[0] == 7 for one in samples_within(2, {0: 7}, []))
+    with pytest.raises(Apart, match="hardly any"):
+        samples_within(1, {}, [(0, lambda counts: counts[0] < 4)])

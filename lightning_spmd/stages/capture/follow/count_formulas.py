@@ -36,8 +36,12 @@ from lightning_spmd.stages.capture.follow.recorder import Recording, first_line,
 from lightning_spmd.stages.capture.follow.sizes import candidates, is_like, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
 
+_MORE = (2, 3, 5, 9, 17, 33, 65, 129, 257, 513)
 _SEEN = 4
 """Counts with which a call was made that are kept, to find formulas of its numbers."""
+
+
+_FAILED = object()
 
 
 class _Again(Exception):
@@ -83,14 +87,16 @@ class CountFormulas:
     Attributes:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
-        tries_symbols: how often torch's code could not run on symbols.
+        by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
+        opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
     """
 
     def __init__(self, step: StepState) -> None:
         self._step = step
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
-        self.tries_symbols = 0
+        self.by_python = False
+        self.opaque: set[int] = set()
 
     def find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
@@ -110,13 +116,15 @@ class CountFormulas:
             except _Pinned as error:
                 note = step.notes[error.depth]
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
-                counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
+                counts = set(note.counts).union(*(operand.needs for operand in operands))
+                counts -= pins_of(step.notes).keys()
                 if not counts:
                     for later in step.notes[error.depth :]:
                         later.apart, later.least = error.reason, 0
                     return
                 note.pins, note.take = {i: step.counts[i] for i in sorted(counts)}, None
                 self.tried.pop(error.depth, None)
+                self.opaque.discard(error.depth)
                 begin = error.depth
 
     def known_before(self, note: Note) -> int:
@@ -150,6 +158,11 @@ def samples_of_path(
     return samples_within(number, pins_of(notes), [(c.last, c.holds) for c in conditions])
 
 
+def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
+    """Numbers with formulas for some counts."""
+    return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
+
+
 class _Run:
     """The path on fake tensors.
 
@@ -172,6 +185,16 @@ class _Run:
             with recording.active():
                 recording.values.run(note, self._step.numbers_of(note))
         return [recording.values.made[source] for source in note.made]
+
+    def assume(self, note: Note, specs: Sequence[TensorSpec]) -> None:
+        """Take a call for made, with results of these sizes."""
+        recording = self._recording
+        with self._step.beside(), recording.active():
+            for source, spec, trained in zip(note.made, specs, note.trained, strict=True):
+                shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
+                made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
+                recording.values.made[source] = made.requires_grad_(trained)
+        recording.values.done = note.depth + 1
 
     def close(self) -> None:
         """End it."""
@@ -196,12 +219,14 @@ class _Pass:
         self._runs = [_Run(step, sample) for sample in samples]
         few = [[pins.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
+        more = [[pins.get(i, count) for i in range(number)] for count in _MORE] if every.opaque else []
+        self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
         made = {i: self._symbols.symbol(max(c, 2)) for i, c in enumerate(step.counts) if i not in pins}
         self._open = list(made)
         mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
         on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
-        self._symbolic = None if every.tries_symbols > 1 else _Run(step, on_symbols, mode)
+        self._symbolic = _Run(step, on_symbols, mode)
         self._found: dict[int, _Found] = {}
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
@@ -232,7 +257,7 @@ class _Pass:
             end = 0
             raise
         finally:
-            for run in (*self._runs, *self._few, self._symbolic):
+            for run in (*self._runs, *self._few, *self._more, self._symbolic):
                 if run is not None:
                     run.close()
             for depth in range(self._begin, end):
@@ -260,7 +285,8 @@ class _Pass:
         except Exception as error:
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
-        conditions = self._conditions(call, choices)
+        is_opaque = depth in self._every.opaque
+        conditions = [] if is_opaque else self._conditions(call, choices)
         for leaf in numbers.values():
             for size in leaf if type(leaf) is torch.Size else (leaf,):
                 if type(size) is Size:
@@ -272,10 +298,17 @@ class _Pass:
             reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
             raise self._otherwise(depth, choices, reason) from None
         known = found or specs[0]
-        few = [self._with_few(index, call) for index in range(len(self._few))]
+        few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
+        if is_opaque:
+            if any(got != want for got, want in zip(more, self._shapes(self._more, known), strict=True)):
+                raise self._otherwise(
+                    depth, choices, f"{call.name} is another one for some numbers of rows or elements"
+                )
+            self._symbolic.assume(call, known)
         if is_new:
-            least = max((i + 1 for i, got in enumerate(few) if got != self._shapes(known, i)), default=0)
-            now = [self._at(spec.shape, self._step.counts) for spec in known]
+            wanted = self._shapes(self._few, known)
+            least = max((i + 1 for i, got in enumerate(few) if got is None or got != wanted[i]), default=0)
+            now = [_at(spec.shape, self._step.counts) for spec in known]
             if now != [spec.shape for spec in note.specs] and min(self._step.counts) > 1:
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
                 raise self._otherwise(depth, choices, reason)
@@ -287,40 +320,46 @@ class _Pass:
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
+        self._every.opaque.discard(depth)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
-    @staticmethod
-    def _at(numbers: Sequence[Any], counts: Sequence[int]) -> tuple[int, ...]:
-        return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
+    def _shapes(self, runs: Sequence[_Run | None], specs: Sequence[TensorSpec]) -> list[Any]:
+        """Shapes by formulas, for the counts of each run that still goes on."""
+        return [None if run is None else [_at(spec.shape, run.counts) for spec in specs] for run in runs]
 
-    def _shapes(self, specs: Sequence[TensorSpec], index: int) -> list[tuple[int, ...]] | None:
-        run = self._few[index]
-        return None if run is None else [self._at(spec.shape, run.counts) for spec in specs]
-
-    def _with_few(self, index: int, call: Note) -> list[tuple[int, ...]] | None:
-        run = self._few[index]
-        try:
-            return None if run is None else [tuple(tensor.shape) for tensor in run.make(call)]
-        except Exception:
-            self._few[index] = None
-            return None
+    def _shapes_with(self, runs: list[_Run | None], call: Note) -> list[Any]:
+        """The shapes of a call's results, for each run; one that fails ends."""
+        found: list[Any] = []
+        known = [condition for one in self._found.values() for condition in one.conditions]
+        for index, run in enumerate(runs):
+            try:
+                made = None if run is None else run.make(call)
+            except Exception:
+                made = runs[index] = None
+                found.append(_FAILED)
+                continue
+            if run is not None and not all(condition.holds(run.counts) for condition in known):
+                made = runs[index] = None
+            found.append(None if made is None else [tuple(tensor.shape) for tensor in made])
+        return found
 
     # ------------------------------------------------------------------ for which counts
     def _conditions(self, call: Note, choices: Sequence[Any]) -> list[Condition]:
         """What torch decides on counts in a call."""
-        if self._symbolic is None:
-            return []
         before, symbols, depth = self._symbols.decisions, self._symbols, call.depth
         try:
-            with private.symbols_as_numbers(by_python=self._every.tries_symbols > 0):
+            with private.symbols_as_numbers(by_python=self._every.by_python):
                 made = self._symbolic.make(call)
             decided = symbols.decided(before)
             codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
         except Exception:  # whatever torch's code does with what is no plain integer
-            self._every.tries_symbols += 1
+            if self._every.by_python:
+                self._every.opaque.add(depth)
+            self._every.by_python = not self._every.by_python
             raise _Again from None
         if symbols.fixed():
-            raise self._otherwise(depth, choices, f"{call.name} is another one for each number of rows or elements")
+            self._every.opaque.add(depth)
+            raise _Again
         for code in filter(None, codes):
             self._fits.learn(self._renamed(code))
         conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
@@ -328,9 +367,9 @@ class _Pass:
             self._every.conditions[depth] = conditions
             try:
                 self._every.samples()
-            except Apart as error:
+            except Apart:
                 del self._every.conditions[depth]
-                raise self._otherwise(depth, choices, str(error)) from None
+                self._every.opaque.add(depth)
             raise _Again
         return conditions
 

@@ -42,6 +42,8 @@ _SAMPLES = 4
 _FAILURES = 2
 """After this many paths without formulas each size has a tree of its own."""
 _DIVISORS = range(2, 17)
+_ROUNDED = ("({0}) // {1} * {1}", "-(-({0}) // {1}) * {1}", "({0}) % {1}", "-({0}) % {1}")
+"""To a multiple, and what is left or lacks."""
 
 
 class NotForAllSizes(Exception):
@@ -488,7 +490,26 @@ def candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterab
             if len(differences) == 1:
                 yield Formula(f"({code}) + {differences.pop()}")
     for code, table in known.items():
+        if (line := _line(table, column)) is not None:
+            yield Formula(f"({code}) * {line[0]} + {line[1]}")
         for divisor in _DIVISORS:
             for add in range(-divisor, divisor + 1):
                 if all((k + add) // divisor == v for v, k in zip(column, table, strict=True)):
                     yield Formula(f"(({code}) + {add}) // {divisor}")
+        for divisor in (*_DIVISORS, 20, 32, 64, 100, 128):
+            for rounded in _ROUNDED:
+                if all(Formula(rounded.format("s0", divisor)).at([k]) == v for v, k in zip(column, table, strict=True)):
+                    yield Formula(rounded.format(code, divisor))
+            for factor in range(2, divisor):
+                if all(k * factor // divisor == v for v, k in zip(column, table, strict=True)):
+                    yield Formula(f"({code}) * {factor} // {divisor}")
+
+
+def _line(table: Sequence[int], column: Sequence[int]) -> tuple[int, int] | None:
+    """The factor and what is added, where numbers are on a line."""
+    a, b = next(((i, j) for i, k in enumerate(table) for j, m in enumerate(table) if k != m), (0, 0))
+    if a == b or (column[a] - column[b]) % (table[a] - table[b]):
+        return None
+    factor = (column[a] - column[b]) // (table[a] - table[b])
+    added = column[a] - factor * table[a]
+    return (factor, added) if all(factor * k + added == v for v, k in zip(column, table, strict=True)) else None
