@@ -34,6 +34,7 @@ from lightning_spmd.parallel.mesh import make_mesh, mesh_sizes
 from lightning_spmd.parallel.parallel_plan import ReplicatedPlan
 from lightning_spmd.stages import BuildOptions
 from lightning_spmd.stages.capture.batch.batch import Batch
+from lightning_spmd.stages.capture.follow.count_formulas import samples_of_path
 from lightning_spmd.stages.capture.follow.notes import Made, sources_in
 from lightning_spmd.stages.capture.follow.program import Live, Program
 from lightning_spmd.stages.capture.follow.step import Step as FollowedStep
@@ -259,7 +260,7 @@ def _followed(
     assert program.for_all_sizes == bool(kind.vary), program.why_not
     if not steps or not steps[0].counts:
         return program
-    counts, samples = Counts(len(steps[0].counts)), steps[0].data_counts.samples[:GRAPHS]
+    counts, samples = Counts(len(steps[0].counts)), samples_of_path(steps[0].notes, len(steps[0].counts))[:GRAPHS]
     program.live.counts = steps[0].counts
     return dataclasses.replace(program, counts=counts, samples=samples)
 
