@@ -30,6 +30,11 @@ _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 
 
+_NONE: Mapping[int, int] = {}
+_NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
+"""Counts that are tried where not all are treated alike."""
+
+
 def samples_of(number: int, scale: int = 101) -> list[tuple[int, ...]]:
     """Sets of counts, far from each other; in the first they rise and in the second they fall.
 
@@ -60,7 +65,10 @@ def _differ_in_rests(*numbers: int) -> bool:
 
 
 def samples_within(
-    number: int, pins: Mapping[int, int], conditions: Sequence[tuple[int, Callable[[Sequence[int]], bool]]]
+    number: int,
+    pins: Mapping[int, int],
+    conditions: Sequence[tuple[int, Callable[[Sequence[int]], bool]]],
+    ties: Mapping[int, int] = _NONE,
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions.
 
@@ -68,6 +76,7 @@ def samples_within(
         number: of counts.
         pins: those that have one value in all sets.
         conditions: each with the last count that it is about; it gets the counts up to that one.
+        ties: for those that are what another one before them is, that one.
 
     Raises:
         Apart: there are hardly any.
@@ -79,7 +88,8 @@ def samples_within(
         for i, likely in enumerate(sample):
             asked = [holds for last, holds in conditions if last == i]
             near = sorted(_NUMBERS, key=lambda n: (abs(math.log(n / likely)), n)) if asked else ()
-            choices = (pins[i],) if i in pins else (n for n in (likely, *near) if n not in used)
+            tied = counts[ties[i]] if i in ties else pins.get(i)
+            choices = (n for n in (likely, *near) if n not in used) if tied is None else (tied,)
             fit = [n for n in choices if all(holds([*counts, n]) for holds in asked)]
             before = [one[i] for one in found[:2]]
             chosen = next((n for n in fit if row != 2 or _differ_in_rests(*before, n)), fit[0] if fit else None)
@@ -96,10 +106,6 @@ def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     number = len(samples[0])
     parts = samples_of(number, _SCALE_OF_PARTS)
     return [(*sample, *own) for sample, own in zip(samples, parts, strict=False)]
-
-
-_NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
-"""Counts that are tried where not all are treated alike."""
 
 
 class CountFits(Fits):
@@ -199,17 +205,21 @@ def for_all_counts(steps: Sequence[ShardedStep], fits: CountFits) -> ShardedStep
         Apart: they have no common form.
     """
     step = joined(steps, fits)
-    _check_order(step.graph_module.graph)
+    _check_order(step.graph_module.graph, len(fits.sizes.places))
     return step
 
 
-def _check_order(graph: fx.Graph) -> None:
+def _check_order(graph: fx.Graph, known_before: int) -> None:
     """Raise if a number is needed before what it follows from is counted.
+
+    Args:
+        graph: the graph.
+        known_before: so many are known when it begins.
 
     Raises:
         Apart: it is.
     """
-    known: set[int] = set()
+    known = set(range(known_before))
     for node in graph.nodes:
         needed: list[Size | SizeFloat] = []
         mapped(needed.append, (node.args, node.kwargs))

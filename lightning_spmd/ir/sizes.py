@@ -136,12 +136,13 @@ class Sizes:
     Args:
         places: positions of the open sizes in the batch.
         condition: Python of ``s0``, ``s1``, ...: whether the graph is valid for these sizes.
+        more: how many numbers formulas may have beside these.
     """
 
-    def __init__(self, places: Sequence[Dimension], condition: str) -> None:
+    def __init__(self, places: Sequence[Dimension], condition: str, more: int = 0) -> None:
         self.places = tuple(places)
         self.condition = condition
-        self._names = ", ".join(f"s{i}" for i in range(len(self.places)))
+        self._names = ", ".join(f"s{i}" for i in range(len(self.places) + more))
         self._functions: dict[str, Callable[..., Any]] = {}
         self._known: OrderedDict[tuple[int, ...], bool] = OrderedDict()
         self._values: tuple[int, ...] = ()
@@ -206,14 +207,16 @@ class Counts(Sizes):
     """Sizes that a run finds out on its way: how many elements of a tensor a mask chooses.
 
     Args:
-        number: of them.
+        number: of them, with the sizes of the batch.
         by_rank: whether there is a second one for each, behind all of these: how many of the elements this rank holds.
+        places: positions of sizes of the batch, which are the first of them.
     """
 
-    def __init__(self, number: int, *, by_rank: bool = False) -> None:
-        super().__init__([(0, 0)] * (2 * number if by_rank else number), "True")
+    def __init__(self, number: int, *, by_rank: bool = False, places: Sequence[Dimension] = ()) -> None:
+        total = 2 * number if by_rank else number
+        super().__init__(places, "True", total - len(places))
         self.length = number
-        self.current = [0] * len(self.places)
+        self.current = [0] * total
 
     def put(self, first: int, values: Sequence[int]) -> None:
         """Set some of the counts.
@@ -226,7 +229,13 @@ class Counts(Sizes):
 
     @override
     def begin(self, tensors: Sequence[Tensor]) -> None:
-        """A step begins, of which nothing is known yet."""
+        """A step begins, of which the batch is known."""
+        self.put(0, self.of(tensors))
+
+    @override
+    def hold(self, values: tuple[int, ...]) -> bool:
+        """Whether the graph is right for such a batch: whatever takes its path."""
+        return True
 
     @property
     @override

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
+from lightning_spmd.ir.sizes import Sizes
 from lightning_spmd.ir.source import ErrorsNamePlaces, function_of
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep
 from lightning_spmd.stages.runtime.ahead import Question, asking
@@ -134,9 +135,10 @@ class Executable:
         lower: turns the final graphs into callables.
         on_repairs: as of :class:`FirstRun`.
         asks: whether graphs of several ranks can ask a question after they have begun.
-        family: the captured steps for all sizes that the graphs serve; None if they serve one batch size.
+        sizes: those of batches that the graphs leave open; None if they serve one batch size.
 
     Attributes:
+        family: the captured steps for all sizes of batches, where they are known.
         not_general: why graphs for more than one batch size could not be made.
     """
 
@@ -151,11 +153,12 @@ class Executable:
         on_repairs: Callable[[Sequence[fx.Node]], None] = lambda _nodes: None,
         *,
         asks: bool = True,
-        family: Family | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
         self.captured = captured
-        self.family = family
+        self.sizes = sizes
         self.not_general: str | None = None
+        self.family: Family | None = None
         self.graphs = graphs
         self.state = state
         self._follow = follow
@@ -183,7 +186,7 @@ class Executable:
 
     def refuses(self, batch: Sequence[Tensor]) -> str | None:
         """Why a batch has sizes that the graphs do not do for, or None."""
-        if self.family is None or self.family.sizes.hold(values := self.family.sizes.of(batch)):
+        if self.sizes is None or self.sizes.hold(values := self.sizes.of(batch)):
             return None
         return f"sizes {', '.join(map(str, values))} of a batch are treated otherwise than those before"
 
@@ -225,8 +228,8 @@ class Executable:
             batch: tensor leaves of the batch, in order.
             pending: as of :meth:`run`; done when the first values are there.
         """
-        if self.family is not None:
-            self.family.sizes.begin(batch)
+        if self.sizes is not None:
+            self.sizes.begin(batch)
         program, values = self._taking_over(pending)
         return program.talk(*program.inputs(batch, values))
 
@@ -257,8 +260,8 @@ class Executable:
             ReadMiss: Python would decide otherwise than at capture; the pending work is done, all else is unchanged.
         """
         self._question = question
-        if self.family is not None:
-            self.family.sizes.begin(batch)
+        if self.sizes is not None:
+            self.sizes.begin(batch)
         if self._trials:
             return self._try(self._trials[0], batch), None
         program, values = self._taking_over(pending)

@@ -16,7 +16,7 @@ from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.several_optimizers import parts_of
-from lightning_spmd.ir.sizes import has_sizes
+from lightning_spmd.ir.sizes import Sizes, has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
@@ -28,6 +28,7 @@ from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
+from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
 from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.early_reads import gather_reads
@@ -211,7 +212,8 @@ class GraphBuilder:
         return found or as_python
 
     def _capture_request(self, request: StepRequest, split: tuple[int, ...]) -> CaptureRequest:
-        context = self._context
+        context, program = self._context, request.program
+        opened = () if program is None or program.counts is None or program.at is None else program.counts.places
         return CaptureRequest(
             module=context.module,
             update=UpdateRequest(
@@ -232,7 +234,8 @@ class GraphBuilder:
             tracing_context=lambda: context.settings.ranks.tracing(split),
             came_late=context.came_late,
             needed=request.needed,
-            program=request.program,
+            sizes=OtherSizes(dict(zip(opened, () if program is None else program.at or (), strict=False))),
+            program=program,
         )
 
     def _live_state(self, captured: CapturedStep) -> LiveState:
@@ -256,7 +259,7 @@ class GraphBuilder:
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
             on_fallback=self._notices.of_fallback,
         )
-        graphs, family, not_general = self._graphs(captured, request, split, maker)
+        graphs, sizes, family, not_general = self._graphs(captured, request, split, maker)
         if context.mesh is None:
             gather_reads(graphs.main.graph_module.graph)
         if whole := state.misplaced(graphs.main, parts=False):
@@ -296,9 +299,9 @@ class GraphBuilder:
             ),
             on_repairs=self._notices.of_repairs,
             asks=self._last_lowering is as_python,
-            family=family,
+            sizes=sizes,
         )
-        executable.not_general = not_general
+        executable.family, executable.not_general = family, not_general
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
             check_used(graphs.main.signature.inputs, values, context.module)
@@ -327,21 +330,22 @@ class GraphBuilder:
         request: StepRequest,
         split: tuple[int, ...],
         maker: GraphMaker,
-    ) -> tuple[IterationGraphs, Family | None, str | None]:
+    ) -> tuple[IterationGraphs, Sizes | None, Family | None, str | None]:
         """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
         if samples := samples_of(request):
-            return self._for_all_counts(captured, request, split, maker, samples), None, None
+            sizes = request.program.counts if request.vary and request.program is not None else None
+            return self._for_all_counts(captured, request, split, maker, samples), sizes, None, None
         if not request.vary:
-            return maker.make(captured), None, None
+            return maker.make(captured), None, None, None
         try:
             if self._context.options.lowering != "none" or self._last_lowering is not as_python:
                 raise NotGeneral("compiled regions and CUDA graphs are made for each size")
             if captured.variant.pauses:
                 raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            found = generalized(captured, self._capture_request(request, split), request.vary, maker.make)
+            graphs, family = generalized(captured, self._capture_request(request, split), request.vary, maker.make)
         except NotGeneral as reason:
-            return maker.make(captured), None, str(reason)
-        return *found, None
+            return maker.make(captured), None, None, str(reason)
+        return graphs, family.sizes, family, None
 
     def _for_all_counts(
         self,

@@ -96,7 +96,7 @@ def as_all_ranks(
     reason = next((reason for reason in reasons if reason is not None), None)
     if executable is None or reason is None:
         return executable, problem
-    if executable.family is not None:
+    if executable.sizes is not None:
         try:
             executable = closed()
         except SPMDError as error:

@@ -62,8 +62,8 @@ class Ran:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Those sizes of its batch that the graph leaves open, until the next one runs."""
-        family = None if self.executable is None else self.executable.family
-        return () if family is None else family.sizes.values
+        sizes = None if self.executable is None else self.executable.sizes
+        return () if sizes is None else sizes.values[: len(sizes.places)]
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,8 @@ class _Run:
         key = id(executable), sizes
         if key not in self._flops:
             family = executable.family
+            if family is None and executable.sizes is not None:
+                return None
             step = executable.captured if family is None else family.at(sizes)
             # a graph of this rank's own batch is computed by this rank alone
             ranks = 1 if executable.captured.own_batch is not None else self._trainer.world_size

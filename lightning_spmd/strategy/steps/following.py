@@ -250,8 +250,8 @@ class Likely:
         """Whether the graph does for a batch."""
         if split != self.split or len(tensors) != len(self.shapes):
             return False
-        family = self.executable.family
-        vary = () if family is None else family.sizes.places
+        sizes = self.executable.sizes
+        vary = () if sizes is None else sizes.places
         alike = all(
             len(tensor.shape) == len(shape)
             and all(
@@ -376,8 +376,7 @@ class _Talk:
     def _of_the_beginning(self) -> Sequence[Tensor] | None:
         """What Python reads now, by a graph of the step so far; None: by calls on the whole batch."""
         *notes, read = self._step.notes
-        counts = self._step.counts
-        sized = bool(counts) or not read.reads
+        sized = self._step.has_counts or not read.reads
         if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
             return None  # that graph would be one for each count
         if (told := self._values_told.now()) is not None:
@@ -421,7 +420,7 @@ class _Talk:
             return False
         if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
-        if self._step.counts and not program.may_have(self._step.counts):
+        if self._step.has_counts and not program.may_have(self._step.counts):
             return False  # the next call will be another one, and what comes behind the read fits these counts alone
         # a number that is another one for the first time is a constant of that graph
         numbers = self._step.numbers_between(begin, end)
@@ -449,7 +448,7 @@ def program_of_beginning(step: Step, live: Live, wanted: Sequence[Source] | None
     wanted = sources_in((read.args, read.kwargs)) if wanted is None else wanted
     wants = [Want(source, OutputRole.LOGGED) for source in wanted]
     program = Program(notes, read.number, tuple(wants), None, frozenset(live.numbers), live, is_beginning=True)
-    if not step.counts:
+    if not step.has_counts:
         return program
     live.counts = step.counts
     return dataclasses.replace(program, counts=Counts(len(step.counts)), at=tuple(step.counts))
@@ -503,9 +502,8 @@ class Following:
         self._told: set[str] = set()
         self._known_names: dict[int, str] = {}
         self._fingerprints = Fingerprints()
-        self._samples: dict[int, list[tuple[int, ...]]] = {}
-        self._counts: dict[int, Counts] = {}
-        """Where graphs of each path put the counts that they find."""
+        self._counts: dict[Any, tuple[Counts, list[tuple[int, ...]]]] = {}
+        """Where graphs of each path put the counts that they find, and the counts that they are made with."""
         self._alone: tuple[dict[Any, Alone | KeptAlone | None], Live] = {}, Live()
         """What ranks have read or kept alone, and what graphs take that give it."""
         self._leaves: dict[Any, list[int]] = {}
@@ -791,12 +789,16 @@ class Following:
             why_not=why_not,
             added=tuple(step.added),
         )
-        if step.counts:
-            counts = self._counts.setdefault(step.path, Counts(len(step.counts), by_rank=in_parts))
-            if step.path not in self._samples:
-                samples = samples_of_path(step.notes, len(step.counts))[:GRAPHS]
-                self._samples[step.path] = with_parts(samples) if in_parts else samples
-            program = dataclasses.replace(program, counts=counts, samples=self._samples[step.path])
+        if step.has_counts:
+            key = step.path, () if for_all else tuple(step.counts[: step.opened])
+            if key not in self._counts:
+                number, places = len(step.counts), () if tree is None or not for_all else tree.sizes.places
+                samples = samples_of_path(step.notes, number, dict(enumerate(key[1])))[:GRAPHS]
+                counts = Counts(number, by_rank=in_parts, places=places)
+                counts.put(0, key[1])
+                self._counts[key] = counts, with_parts(samples) if in_parts else samples
+            counts, samples = self._counts[key]
+            program = dataclasses.replace(program, counts=counts, samples=samples)
         return program
 
     def help_out(self, followed: FollowedStep) -> None:

@@ -593,7 +593,7 @@ class TrainingIteration:
         if not found.vary or request.batch is None:
             return found
         names = self.table.open.describe(request.batch, found.vary)
-        if executable.family is not None:
+        if executable.sizes is not None:
             tell(f"strategy='spmd' builds one graph for all sizes of {names}")
             return found
         found, for_good = self.table.closed(found, request, request.batch)

@@ -24,6 +24,7 @@ from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.counts import compiled_specs, counts_in, pins_of, specs_for
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
+    Given,
     Made,
     Note,
     Place,
@@ -33,7 +34,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     with_numbers,
 )
 from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
-from lightning_spmd.stages.capture.follow.sizes import candidates, is_like, with_sizes
+from lightning_spmd.stages.capture.follow.sizes import ForAllSizes, candidates, is_like, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
 
 _MORE = (2, 3, 5, 9, 17, 33, 65, 129, 257, 513)
@@ -97,6 +98,7 @@ class CountFormulas:
         self.conditions: dict[int, list[Condition]] = {}
         self.by_python = False
         self.opaque: set[int] = set()
+        self.ties = self._ties()
 
     def find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
@@ -107,6 +109,8 @@ class CountFormulas:
         new = begin = first((depth for depth, note in enumerate(step.notes) if note.least is None), "new call")
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
+        if self.ties:
+            step.notes[new].ties = self.ties
         while begin < len(step.notes):
             try:
                 _Pass(self, step, begin, new).run()
@@ -117,7 +121,8 @@ class CountFormulas:
                 note = step.notes[error.depth]
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
                 counts = set(note.counts).union(*(operand.needs for operand in operands))
-                counts -= pins_of(step.notes).keys()
+                pins = pins_of(step.notes).keys()
+                counts = counts - pins or set(range(step.opened)) - pins
                 if not counts:
                     for later in step.notes[error.depth :]:
                         later.apart, later.least = error.reason, 0
@@ -127,9 +132,20 @@ class CountFormulas:
                 self.opaque.discard(error.depth)
                 begin = error.depth
 
+    def _ties(self) -> dict[int, int]:
+        """Sizes of the batch that were what others before them were in all steps."""
+        step = self._step
+        if step.tree is None:
+            return {}
+        places = step.tree.sizes.places
+        rows = [tuple(step.counts[: step.opened]), *step.tree.known, *(v for v, _ in step.follower.others(places))]
+        columns = list(zip(*rows, strict=True))
+        return {i: columns.index(column) for i, column in enumerate(columns) if columns.index(column) < i}
+
     def known_before(self, note: Note) -> int:
         """How many counts are known before a call is made."""
-        return max((before.counts.stop for before in self._step.notes[: note.depth]), default=0)
+        step = self._step
+        return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
 
     def samples(self) -> list[tuple[int, ...]]:
         """Counts to make the path with.
@@ -137,17 +153,21 @@ class CountFormulas:
         Raises:
             Apart: there are hardly any that are treated alike.
         """
-        return samples_of_path(self._step.notes, len(self._step.counts), self.conditions)
+        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions)
 
 
 def samples_of_path(
-    notes: Sequence[Note], number: int, more: Mapping[int, Sequence[Condition]] | None = None
+    notes: Sequence[Note],
+    number: int,
+    pins: Mapping[int, int],
+    more: Mapping[int, Sequence[Condition]] | None = None,
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
     Args:
         notes: the path.
         number: of its counts.
+        pins: those that are the same in all of them, beside those for which alone there is the path.
         more: further conditions.
 
     Raises:
@@ -155,12 +175,27 @@ def samples_of_path(
     """
     conditions = [condition for note in notes for condition in note.conditions]
     conditions += [condition for some in (more or {}).values() for condition in some]
-    return samples_within(number, pins_of(notes), [(c.last, c.holds) for c in conditions])
+    codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
+    conditions += map(Condition, map(Formula, codes))
+    ties = {i: first for note in notes for i, first in note.ties.items()}
+    return samples_within(number, {**pins, **pins_of(notes)}, [(c.last, c.holds) for c in conditions], ties)
 
 
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
     """Numbers with formulas for some counts."""
     return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
+
+
+def _open(note: Note) -> list[TensorSpec] | None:
+    """The results of a known call, with formulas."""
+    if not isinstance(note.for_all, ForAllSizes):
+        return note.open
+
+    def formula(number: int) -> Any:
+        return number.formula if isinstance(number, Size) else number
+
+    specs = note.for_all.specs
+    return [TensorSpec(tuple(map(formula, s.shape)), tuple(map(formula, s.stride)), s.dtype, s.device) for s in specs]
 
 
 class _Run:
@@ -174,7 +209,8 @@ class _Run:
 
     def __init__(self, step: StepState, counts: Sequence[Any], mode: Any = None) -> None:
         self._step, self.counts = step, counts
-        self._recording = Recording(step, None, mode)
+        places = () if step.tree is None else step.tree.sizes.places
+        self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
         self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
 
     def make(self, note: Note) -> list[Tensor]:
@@ -217,13 +253,17 @@ class _Pass:
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples)
         self._runs = [_Run(step, sample) for sample in samples]
-        few = [[pins.get(i, count) for i in range(number)] for count in (0, 1)]
+        opened = dict(enumerate(step.counts[: step.opened]))
+        few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         more = [[pins.get(i, count) for i in range(number)] for count in _MORE] if every.opaque else []
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
-        made = {i: self._symbols.symbol(max(c, 2)) for i, c in enumerate(step.counts) if i not in pins}
-        self._open = list(made)
+        tied = {i: first for note in step.notes for i, first in note.ties.items()}
+        free = [i for i in range(number) if i not in pins and i not in tied]
+        made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
+        made.update((i, made[first]) for i, first in tied.items() if first in made and i not in pins)
+        self._open = free
         mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
         on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
         self._symbolic = _Run(step, on_symbols, mode)
@@ -260,8 +300,9 @@ class _Pass:
             for run in (*self._runs, *self._few, *self._more, self._symbolic):
                 if run is not None:
                     run.close()
-            for depth in range(self._begin, end):
-                self._keep(self._step.notes[depth], self._found[depth])
+            for depth, found in self._found.items():
+                if depth < end:
+                    self._keep(self._step.notes[depth], found)
 
     def _keep(self, note: Note, found: _Found) -> None:
         if found.numbers:
@@ -271,11 +312,12 @@ class _Pass:
         if found.specs is not None:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
-        note.least, note.conditions = found.least, found.conditions
+        tied = [Condition(Formula(f"s{i} == s{first}")) for i, first in note.ties.items()]
+        note.least, note.conditions = found.least, [*tied, *found.conditions]
 
     def _note(self, note: Note) -> None:
         depth = note.depth
-        is_new = depth >= self._begin
+        is_new = depth >= self._begin and note.for_all is None
         choices = self._choices(note) if is_new else [dict[Place, Any]()]
         numbers = choices[min(self._every.tried.get(depth, 0), len(choices) - 1)]
         args, kwargs = with_numbers((note.args, note.kwargs), numbers)
@@ -293,7 +335,7 @@ class _Pass:
                     self._fits.learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
-            found = specs_for(note, specs, self._fits) if is_new else note.open
+            found = specs_for(note, specs, self._fits) if is_new else _open(note)
         except Apart as error:
             reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
             raise self._otherwise(depth, choices, reason) from None
@@ -382,9 +424,12 @@ class _Pass:
         """Which numbers of a call may be formulas, the likeliest choice first."""
         operands = [s for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
         near = {str(n): None for s in operands for n in self._specs[s].shape if isinstance(n, Formula)}
+        places = () if self._step.tree is None else self._step.tree.sizes.places
+        given = {s.position for s in sources_in((note.args, note.kwargs)) if type(s) is Given}
+        near.update((f"s{i}", None) for i, (position, _) in enumerate(places) if position in given)
         known = self._every.known_before(note)
         pool = {**{f"s{i}": None for i in range(known)}, **self._pool}
-        guesses = [near, {}, pool] if operands else [pool, {}]
+        guesses = [near, {}, pool] if operands or given else [pool, {}]
         found: list[dict[Place, Any]] = []
         for guess in guesses:
             choice = self._choice(note, known, pool, guess)

@@ -94,7 +94,8 @@ class Recording:
     def _of(self, source: Given | Outside, live: Tensor) -> Tensor:
         position = source.position if type(source) is Given else -1
         shape = [self._sizes.get((position, dim), size) for dim, size in enumerate(live.shape)]
-        if all(type(size) is int for size in shape) and position not in self._step.stand_ins:
+        is_its_own = all(type(size) is int and size == its for size, its in zip(shape, live.shape, strict=True))
+        if is_its_own and position not in self._step.stand_ins:
             if (place := placeholders.place_of_gone(live)) is not None:
                 return placeholders.without_history(twin_of(live.detach(), self.mode), place)
             return twin_of(live, self.mode)

@@ -80,6 +80,15 @@ class ForAllSizes:
         return list(numbers[: self._count]), specs, [at.moulds.of(spec) for spec in specs]
 
 
+class ByCounts:
+    """A note whose sizes are formulas of the counts of a step, of which sizes of the batch are the first."""
+
+    is_fixed = False
+
+    def at(self, at: At) -> None:
+        """Nothing: the step sizes its results."""
+
+
 class OpenTree:
     """The steps with batches that are alike but for some sizes.
 
@@ -100,8 +109,14 @@ class OpenTree:
         self.root.marked(self.root)
         self.reason: str | None = None
         self._refused: set[int] = set()
+        self._pinned: set[int] = set()
         self._known: OrderedDict[tuple[int, ...], At] = OrderedDict()
         self._confirmed: dict[int, set[tuple[int, ...]]] = {}
+
+    @property
+    def known(self) -> list[tuple[int, ...]]:
+        """Some of the sizes of its steps."""
+        return list(self._known)
 
     @property
     def has_failed(self) -> bool:
@@ -130,7 +145,8 @@ class OpenTree:
 
     def is_for_all(self, notes: Sequence[Note], path: int) -> bool:
         """Whether a path has formulas, and was seen with more than one size."""
-        return len(self._confirmed.get(path, ())) > 1 and all(note.for_all is not None for note in notes)
+        is_open = path not in self._pinned and all(note.for_all is not None for note in notes)
+        return is_open and len(self._confirmed.get(path, ())) > 1
 
     def shortened(self, path: int, before: int) -> None:
         """A path was shortened: its formulas hold for the beginning, too.
@@ -149,6 +165,21 @@ class OpenTree:
     @property
     def _are_confirmed(self) -> bool:
         return any(len(seen) > 1 for seen in self._confirmed.values())
+
+    def counted(self, notes: Sequence[Note], path: int, at: At) -> None:
+        """End a step with data-dependent sizes, all of whose calls have formulas."""
+        for note in notes:
+            if note.for_all is None:
+                note.for_all, note.at = ByCounts(), at
+        seen = self._confirmed.setdefault(path, set())
+        if len(seen) < _SAMPLES:
+            seen.add(at.values)
+        pinned = next((note for note in notes if note.pins.keys() & set(range(len(at.values)))), None)
+        if pinned is not None:
+            self._pinned.add(path)
+            self.reason = f"the very size is wanted by {pinned.name}" + (
+                f" at {pinned.source}" if pinned.source else ""
+            )
 
     def end(
         self,
@@ -202,6 +233,9 @@ def moved(note: Note, at: At | None) -> bool:
     """Set a note's numbers to those for these sizes. Returns whether they are known."""
     if at is None or note.for_all is None:
         return at is not None and note.at is not None and note.at.values == at.values
+    if type(note.for_all) is ByCounts:
+        note.at = at
+        return True
     found = _known_at(note, at)
     if found is None:
         return False
@@ -217,7 +251,7 @@ def moved(note: Note, at: At | None) -> bool:
 def with_sizes(leaf: Any, values: Sequence[Any]) -> Any:
     """A number of a noted call for other sizes, which may be symbols."""
     if type(leaf) is Size:
-        return leaf.sizes.evaluate(leaf.formula, values)
+        return leaf.formula.at(values)
     return torch.Size([with_sizes(n, values) for n in leaf]) if type(leaf) is torch.Size else leaf
 
 

@@ -972,7 +972,7 @@ class Step(StepState, TorchFunctionMode):
             self.eager.end()
             self.memory.let_go()
             return
-        if self.tree is not None and self.at is not None:
+        if self.tree is not None and self.at is not None and not self.has_counts:
             places = self.tree.sizes.places
             others = functools.partial(self.follower.others, places)
             recording = functools.partial(Recording, self, None)
@@ -981,8 +981,11 @@ class Step(StepState, TorchFunctionMode):
                 self.follower.closed(self.tree, self.notes[0])
         free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
         self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
-        if self.counts and any(note.least is None and note.apart is None for note in self.notes):
-            CountFormulas(self).find()
+        if self.has_counts:
+            if any(note.least is None and note.apart is None for note in self.notes):
+                CountFormulas(self).find()
+            if self.tree is not None and self.at is not None:
+                self.tree.counted(self.notes, self.path, self.at)
         for depth, (args, kwargs) in self.held.items():
             note = self.notes[depth]
             if note.take is None and not note.reads:

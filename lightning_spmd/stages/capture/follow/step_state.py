@@ -85,7 +85,9 @@ class StepState:
         held: arguments of calls that are to be compiled or have numbers that differ in other steps, by depth.
         outside: tensors that the step did not make, in the order in which it met them.
         known_numbers: the numbers of calls that differ from step to step, by depth and place, once Python is done.
-        counts: the data-dependent sizes of results, in the order in which Python got them.
+        counts: the sizes of the batch that vary, and the data-dependent sizes of results in the order in which Python
+            got them.
+        opened: how many of them are sizes of the batch.
         reason: why the step went on eagerly, with ``file:line``; None if it did not.
         is_apart: whether calls now come from other code than the user's.
         stand_ins: positions of batch tensors that are stand-ins without values.
@@ -171,6 +173,9 @@ class StepState:
         self.by_hand: _HandStep | None = None
         self.tree = follower.tree(vary)
         self.at = None if self.tree is None else self.tree.begin(given)
+        self.opened = 0 if self.at is None else len(self.at.values)
+        if self.at is not None:
+            self.counts += self.at.values
         self.here = self.root
         self.held: dict[int, tuple[Any, Any]] = {}
         # a parameter that a hook has put into the batch is none of the batch's
@@ -328,6 +333,11 @@ class StepState:
         return self.source_of(value) if isinstance(value, Tensor) else value
 
     # ------------------------------------------------------------------ numbers that differ
+    @property
+    def has_counts(self) -> bool:
+        """Whether Python has got data-dependent sizes."""
+        return len(self.counts) > self.opened
+
     def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
         """The numbers between two depths that differ in other steps, so far."""
         return {(n.depth, p): v for n in self.notes[begin:end] if n.free for p, v in self.numbers_of(n).items()}
