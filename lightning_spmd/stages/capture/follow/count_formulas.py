@@ -114,23 +114,32 @@ class CountFormulas:
         while begin < len(step.notes):
             try:
                 _Pass(self, step, begin, new).run()
-                return
+                break
             except _Again:
                 continue
             except _Pinned as error:
                 note = step.notes[error.depth]
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
-                counts = set(note.counts).union(*(operand.needs for operand in operands))
-                pins = pins_of(step.notes).keys()
-                counts = counts - pins or set(range(step.opened)) - pins
-                if not counts:
-                    for later in step.notes[error.depth :]:
-                        later.apart, later.least = error.reason, 0
-                    return
-                note.pins, note.take = {i: step.counts[i] for i in sorted(counts)}, None
-                self.tried.pop(error.depth, None)
-                self.opaque.discard(error.depth)
-                begin = error.depth
+                counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
+                begin = self._pin(note, counts or set(range(step.opened)), error.reason)
+            except Apart as error:
+                begin = self._pin(step.notes[begin], set(range(len(step.counts))), str(error))
+        for note in step.notes[new:]:
+            note.least = note.least or 0
+
+    def _pin(self, note: Note, counts: set[int], reason: str) -> int:
+        """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
+        step, depth = self._step, note.depth
+        tied = {i for i, first in self.ties.items() if first in counts or i in counts}
+        counts = (counts | tied | {self.ties[i] for i in tied}) - pins_of(step.notes).keys()
+        if not counts:
+            for later in step.notes[depth:]:
+                later.apart = reason
+            return len(step.notes)
+        note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
+        self.tried.pop(depth, None)
+        self.opaque.discard(depth)
+        return depth
 
     def _ties(self) -> dict[int, int]:
         """Sizes of the batch that were what others before them were in all steps."""
