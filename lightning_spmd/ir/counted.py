@@ -91,6 +91,9 @@ def samples_within(
             tied = counts[ties[i]] if i in ties else pins.get(i)
             choices = (n for n in (likely, *near) if n not in used) if tied is None else (tied,)
             fit = [n for n in choices if all(holds([*counts, n]) for holds in asked)]
+            if not fit and tied is None:
+                others = [n for n in near if n not in {one[i] for one in found}]
+                fit = [n for n in others if all(holds([*counts, n]) for holds in asked)]
             before = [one[i] for one in found[:2]]
             chosen = next((n for n in fit if row != 2 or _differ_in_rests(*before, n)), fit[0] if fit else None)
             if chosen is None:

@@ -64,13 +64,13 @@ class Formula:
         """The sizes that it needs, by number."""
         return set(map(int, _SIZE.findall(self.code)))
 
-    def with_names(self, numbers: Sequence[int]) -> Formula:
-        """The same of sizes that have other numbers.
+    def with_names(self, names: Sequence[str]) -> Formula:
+        """The same of other numbers.
 
         Args:
-            numbers: for each of its own.
+            names: Python for each of its own.
         """
-        return Formula(_SIZE.sub(lambda match: f"s{numbers[int(match[1])]}", self.code), self.factor)
+        return Formula(_SIZE.sub(lambda match: names[int(match[1])], self.code), self.factor)
 
 
 @functools.cache
@@ -79,18 +79,18 @@ def _compiled(formula: Formula) -> Callable[[Sequence[int]], Any]:
 
 
 class Condition:
-    """What has been decided on counts of two and more.
+    """What must hold of counts.
 
     Args:
-        formula: whether it is decided like this.
+        formula: whether it does.
     """
 
     def __init__(self, formula: Formula) -> None:
         self.formula, self.last = formula, max(formula.names())
 
     def holds(self, counts: Sequence[int]) -> bool:
-        """Whether it is, as far as the counts are known."""
-        return self.last >= len(counts) or bool(self.formula.at([max(count, 2) for count in counts]))
+        """Whether it does, as far as the counts are known."""
+        return self.last >= len(counts) or bool(self.formula.at(counts))
 
 
 class _Sized:

@@ -22,6 +22,7 @@ from lightning_spmd.ir.sizes import Counts, Dimension
 from lightning_spmd.ir.stable_hash import stable_hash
 from lightning_spmd.ir.successors import successor_of
 from lightning_spmd.ir.tree import map_leaves
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
@@ -790,16 +791,25 @@ class Following:
             added=tuple(step.added),
         )
         if step.has_counts:
-            key = step.path, () if for_all else tuple(step.counts[: step.opened])
-            if key not in self._counts:
-                number, places = len(step.counts), () if tree is None or not for_all else tree.sizes.places
-                samples = samples_of_path(step.notes, number, dict(enumerate(key[1])))[:GRAPHS]
-                counts = Counts(number, by_rank=in_parts, places=places)
-                counts.put(0, key[1])
-                self._counts[key] = counts, with_parts(samples) if in_parts else samples
-            counts, samples = self._counts[key]
-            program = dataclasses.replace(program, counts=counts, samples=samples)
+            counts, samples = self._counts_of_path(step, for_all=for_all, in_parts=in_parts)
+            at = None if samples else tuple(step.counts)
+            program = dataclasses.replace(program, counts=counts, samples=samples, at=at)
         return program
+
+    def _counts_of_path(self, step: Step, *, for_all: bool, in_parts: bool) -> tuple[Counts, list[tuple[int, ...]]]:
+        """Where graphs of a path put the counts that they find, and those they are made with, if any do for all."""
+        sizes, number = tuple(step.counts[: step.opened]), len(step.counts)
+        key = step.path, () if for_all else sizes
+        if key not in self._counts:
+            places = step.tree.sizes.places if step.tree is not None and for_all else ()
+            counts = Counts(number, by_rank=in_parts, places=places)
+            counts.put(0, sizes)
+            try:
+                samples = samples_of_path(step.notes, number, {} if for_all else dict(enumerate(sizes)))[:GRAPHS]
+            except Apart:
+                samples = []
+            self._counts[key] = counts, with_parts(samples) if in_parts and samples else samples
+        return self._counts[key]
 
     def help_out(self, followed: FollowedStep) -> None:
         """Do what ranks need that read or keep alone, once Python is done here; all ranks together.

@@ -69,13 +69,11 @@ class _Found:
     Args:
         numbers: of its arguments that are formulas.
         specs: of its results, with formulas; None if they are the same for all counts.
-        least: counts below this one are treated in another way.
         conditions: under which all that holds.
     """
 
     numbers: dict[Place, Any]
     specs: list[TensorSpec] | None
-    least: int
     conditions: list[Condition]
 
 
@@ -106,7 +104,7 @@ class CountFormulas:
         A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
         """
         step = self._step
-        new = begin = first((depth for depth, note in enumerate(step.notes) if note.least is None), "new call")
+        new = begin = first((depth for depth, note in enumerate(step.notes) if not note.is_fitted), "new call")
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
         if self.ties:
@@ -125,7 +123,7 @@ class CountFormulas:
             except Apart as error:
                 begin = self._pin(step.notes[begin], set(range(len(step.counts))), str(error))
         for note in step.notes[new:]:
-            note.least = note.least or 0
+            note.is_fitted = True
 
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
@@ -277,6 +275,7 @@ class _Pass:
         on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
         self._symbolic = _Run(step, on_symbols, mode)
         self._found: dict[int, _Found] = {}
+        self._calls: list[Note] = []
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
         self._companions: list[Note] = [step.notes[first_new - 1]] if first_new else []
@@ -322,7 +321,7 @@ class _Pass:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
         tied = [Condition(Formula(f"s{i} == s{first}")) for i, first in note.ties.items()]
-        note.least, note.conditions = found.least, [*tied, *found.conditions]
+        note.is_fitted, note.conditions = True, [*tied, *found.conditions]
 
     def _note(self, note: Note) -> None:
         depth = note.depth
@@ -349,6 +348,8 @@ class _Pass:
             reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
             raise self._otherwise(depth, choices, reason) from None
         known = found or specs[0]
+        few_runs = list(self._few)
+        self._calls.append(call)
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
         if is_opaque:
             if any(got != want for got, want in zip(more, self._shapes(self._more, known), strict=True)):
@@ -358,15 +359,40 @@ class _Pass:
             self._symbolic.assume(call, known)
         if is_new:
             wanted = self._shapes(self._few, known)
-            least = max((i + 1 for i, got in enumerate(few) if got is None or got != wanted[i]), default=0)
-            now = [_at(spec.shape, self._step.counts) for spec in known]
-            if now != [spec.shape for spec in note.specs] and min(self._step.counts) > 1:
+            others = [i for i, got in enumerate(few) if got is not None and got != wanted[i]]
+            if others:
+                counts = self._counts_of(note, numbers, found)
+                conditions += [Condition(Formula(f"s{i} >= {max(others) + 1}")) for i in counts]
+                for index in others:
+                    self._few[index] = self._with_more(self._few[index] or few_runs[index], counts)
+            shapes = [_at(spec.shape, self._step.counts) for spec in known]
+            if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
                 raise self._otherwise(depth, choices, reason)
-            self._found[depth] = _Found(numbers, found, least, conditions)
+            self._found[depth] = _Found(numbers, found, conditions)
         for source, spec in zip(note.made, known, strict=True):
             self._specs[source] = spec
             self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))
+
+    def _counts_of(self, note: Note, numbers: Mapping[Place, Any], specs: Sequence[TensorSpec] | None) -> list[int]:
+        """The counts on which a call depends that may differ in other steps."""
+        parts = [part for leaf in numbers.values() for part in (leaf if type(leaf) is torch.Size else (leaf,))]
+        found = {i for part in parts if type(part) is Size for i in part.formula.names()}.union(note.counts)
+        operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+        return sorted(found | counts_in(operands) | counts_in(specs or ()) - pins_of(self._step.notes).keys())
+
+    def _with_more(self, run: _Run | None, counts: Sequence[int]) -> _Run | None:
+        """A run up to here in which some counts are no longer as few."""
+        if run is None or not counts:
+            return None
+        many = {i: self._runs[0].counts[i] for i in counts}
+        found = _Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
+        try:
+            for call in self._calls:
+                found.make(call)
+        except Exception:
+            return None
+        return found
 
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
         """What to raise where a choice of numbers will not do."""
@@ -413,7 +439,9 @@ class _Pass:
             raise _Again
         for code in filter(None, codes):
             self._fits.learn(self._renamed(code))
-        conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
+        # symbols are two and more; what is less is looked at by itself
+        names = [f"max(s{i}, 2)" for i in self._open]
+        conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
@@ -426,7 +454,7 @@ class _Pass:
 
     def _renamed(self, code: str) -> Formula:
         """Python of symbols as Python of counts."""
-        return Formula(code).with_names(self._open)
+        return Formula(code).with_names([f"s{i}" for i in self._open])
 
     # ------------------------------------------------------------------ numbers of Python's
     def _choices(self, note: Note) -> list[dict[Place, Any]]:
@@ -473,11 +501,12 @@ class _Pass:
     ) -> int:
         """A number, or its formula."""
         number, counts = column[0], self._step.follower.counts
-        if len(set(column)) > 1:
+        varies = len(set(column)) > 1
+        if varies:
             tables = {code: [Formula(code).at(point) for point in points] for code in pool}
             for formula in candidates(tables, column):
                 return Size(number, formula, counts)
-        elif number > 1 and len(set(points)) == 1:
+        if number > 1 and (varies or len(set(points)) == 1):  # what varies otherwise may do so behind a decision
             for code in guess:
                 if Formula(code).at(points[0]) == number:
                     return Size(number, Formula(code), counts)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.counts import Told, counted, pins_of
+from lightning_spmd.stages.capture.follow.counts import Told, counted
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.notes import Note
 from lightning_spmd.stages.capture.follow.recorder import Recorder
@@ -29,7 +29,6 @@ class DataCounts:
 
     def __init__(self, step: StepState, recorder: Recorder, copies: Copies) -> None:
         self._step, self._recorder, self._copies = step, recorder, copies
-        self._fewest: int | None = None
 
     def may_be(self, note: Note) -> bool:
         """Whether this step has the counts that a call requires, as far as they are known."""
@@ -82,20 +81,10 @@ class DataCounts:
         if len(told) != len(note.counts):
             raise CannotBeFollowed(f"{note.name} makes other things than before")
         step.counts += told
-        self._fewest = None
 
     def take_back(self, known: int) -> None:
         """Keep this many counts: the call that gave more is not taken."""
         del self._step.counts[known:]
-        self._fewest = None
-
-    @property
-    def fewest(self) -> int:
-        """The smallest of the counts that may differ in other steps."""
-        if self._fewest is None:
-            pins = pins_of(self._step.notes)
-            self._fewest = min((count for i, count in enumerate(self._step.counts) if i not in pins), default=1 << 62)
-        return self._fewest
 
     def fit(self, note: Note) -> None:
         """Fit a known call to the counts of this step, and size its results.
@@ -103,14 +92,10 @@ class DataCounts:
         Raises:
             CannotBeFollowed: it is not.
         """
-        if note.pins or note.conditions:
-            self._fewest = None
-            if not self.may_be(note):
-                raise CannotBeFollowed(f"{note.name} is given another number of rows or elements than before")
+        if not self.may_be(note):
+            raise CannotBeFollowed(f"{note.name} is given another number of rows or elements than before")
         if note.apart is not None:
             raise CannotBeFollowed(note.apart)
-        if note.least and self.fewest < note.least:
-            raise CannotBeFollowed(f"{note.name} treats {self.fewest} rows or elements in another way")
         if note.sizes is not None and tuple([self._step.counts[i] for i in note.needs]) != note.sized_for:
             self.resize(note)
 
@@ -133,10 +118,5 @@ class DataCounts:
 
     @property
     def apart(self) -> str | None:
-        """Why the path is for the counts of this step alone, or not even for them; None if it is for all."""
-        step = self._step
-        reason = next((note.apart for note in step.notes if note.apart is not None), None)
-        least = max((note.least or 0 for note in step.notes), default=0)
-        if reason is None and step.counts and self.fewest < least:
-            return f"a call treats {self.fewest} rows or elements in another way"
-        return reason
+        """Why the path is not even for the counts of this step; None if it is."""
+        return next((note.apart for note in self._step.notes if note.apart is not None), None)

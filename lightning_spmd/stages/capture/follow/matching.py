@@ -290,8 +290,6 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
     code.names["h"] = note.handed
     if note.draws:
         yield f" if not step.generator.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
-    if note.least:  # it may be another call for so few rows
-        yield f" if step.data_counts.fewest < {note.least}: return step.take({code.bind(note)}, args, kwargs or {{}})"
     if note.sizes is not None:
         counts = "".join(f"step.counts[{i}], " for i in note.needs)
         yield f" if ({counts}) != {code.bind(note)}.sized_for: step.data_counts.resize({code.bind(note)})"

@@ -220,7 +220,7 @@ class Note:
         slot: which of its operators asks for them (``DataSizes.slot``).
         spare: moulds and placeholders of other counts.
         sizes: gives shape and strides of its results from the counts of a step, if they depend on them.
-        least: counts below this one are treated in another way; None where that is not known yet.
+        is_fitted: formulas for other counts have been looked for.
         apart: why its results have no sizes for other counts than those with which it was recorded, if so.
         needs: the counts on which the sizes of its results depend, by their position.
         sized_for: those counts, as its placeholders are now.
@@ -273,7 +273,7 @@ class Note:
         default_factory=dict[Any, tuple[list[Tensor], list[Tensor]]]
     )
     sizes: Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]] | None = None
-    least: int | None = None
+    is_fitted: bool = False
     apart: str | None = None
     needs: tuple[int, ...] = ()
     sized_for: tuple[int, ...] = ()

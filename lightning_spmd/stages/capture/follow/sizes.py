@@ -527,7 +527,7 @@ def candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterab
         if (line := _line(table, column)) is not None:
             yield Formula(f"({code}) * {line[0]} + {line[1]}")
         for divisor in _DIVISORS:
-            for add in range(-divisor, divisor + 1):
+            for add in sorted(range(-divisor, divisor + 1), key=abs):
                 if all((k + add) // divisor == v for v, k in zip(column, table, strict=True)):
                     yield Formula(f"(({code}) + {add}) // {divisor}")
         for divisor in (*_DIVISORS, 20, 32, 64, 100, 128):

@@ -982,7 +982,7 @@ class Step(StepState, TorchFunctionMode):
         free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
         self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
         if self.has_counts:
-            if any(note.least is None and note.apart is None for note in self.notes):
+            if not all(note.is_fitted for note in self.notes):
                 CountFormulas(self).find()
             if self.tree is not None and self.at is not None:
                 self.tree.counted(self.notes, self.path, self.at)

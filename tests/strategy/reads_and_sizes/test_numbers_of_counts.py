@@ -1,0 +1,173 @@
+"""Python computes with data-dependent sizes: what it passes on is a formula of them, and one graph does for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
+from tests.strategy.small import ROWS, Quiet, rows, run
+
+Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+
+
+class Counting(Quiet):
+    """A loss of rows that a mask chooses."""
+
+    way: Way
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 6)
+        self.attention, self.embedding = nn.MultiheadAttention(6, 2, batch_first=True), nn.Embedding(200, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        least = (-0.2, 0.9, -1.4, 0.3, -0.7, 1.2, -5.0)[batch_idx % 7]
+        loss = self.way(x, y, x[:, 0] > least)
+        self.log("loss", loss)
+        return loss
+
+
+class Views(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        wide = chosen.unsqueeze(1).expand(-1, 3, -1).reshape(-1, 6)
+        return wide.view(len(wide) // 3, 3, 6).sum(1).square().sum() / 50
+
+
+class Positions(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = x[mask]
+        return (chosen + self.embedding(torch.arange(chosen.shape[0]))).tanh().mul(self.wide(chosen)).sum() / 50
+
+
+class Padded(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        return F.pad(chosen, (0, 0, 0, 150 - len(chosen))).square().mean()
+
+
+class CutOff(Counting):
+    """At most ten of them: fewer are another path."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = torch.nonzero(mask).squeeze(1)
+        return self.wide(x[found[torch.argsort(x[found, 1])][:10]]).square().sum() / 50
+
+
+class Sampled(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        near, far = torch.where(mask)[0], torch.where(~mask)[0]
+        few = min(len(near), 16)
+        more = min(len(far), 32 - few)
+        both = torch.cat([near[torch.arange(len(near)).flip(0)[:few]], far[:more]])
+        return F.cross_entropy(self(x[both]), y[both], reduction="sum") / 40
+
+
+class Halves(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        first, rest = chosen.split([len(chosen) // 2, len(chosen) - len(chosen) // 2])
+        return first.sum() / 50 - rest.square().sum() / (len(rest) + 1)
+
+
+class InFours(Counting):
+    """What is left when they are dealt in fours is dropped."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        return chosen[: len(chosen) // 4 * 4].view(-1, 4, 6).sum(1).square().sum() / 100
+
+
+class Windows(Counting):
+    """The number of windows is rounded, and the gradient of their mean divides by it."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(torch.cat([x[mask], x[:3]]))
+        return chosen.unfold(0, 3, 2).square().mean()
+
+
+class Causal(Counting):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = torch.cat([x[mask], x[:2]])[None]
+        length = chosen.shape[1]
+        above = torch.triu(torch.full((length, length), float("-inf")), 1)
+        return self.attention(chosen, chosen, chosen, attn_mask=above)[0].square().mean()
+
+
+class Resized(Counting):
+    """A call of which torch decides on the very number."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(torch.cat([x[mask], x[:2]]))
+        return F.interpolate(chosen.t()[None], size=20).square().mean()
+
+
+class Edges(Counting):
+    """A graph network: edges to itself are dropped, and one is added for each node."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = len(x)
+        begin = (x[:, 1].abs() * 17).long() % number
+        end = torch.arange(number)
+        keep = (begin != end) & mask
+        begin, end = torch.cat([begin[keep], end]), torch.cat([end[keep], end])
+        degree = torch.zeros(number).scatter_add_(0, end, torch.ones(len(end)))
+        sent = self.wide(x)[begin] * (degree.rsqrt()[begin] * degree.rsqrt()[end])[:, None]
+        return F.cross_entropy(self(torch.zeros_like(x).index_add_(0, end, sent)), y)
+
+
+ALL = (Views, Positions, Padded, CutOff, Sampled, Halves, InFours, Windows, Causal, Resized, Edges)
+MOST = {CutOff: 4, Sampled: 8, Halves: 5, InFours: 6, Padded: 4, Views: 3}
+"""Graphs: there is one for the first step, some for the first counts, and one on each side of a number."""
+
+
+def batches(sizes: range) -> list[tuple[Tensor, Tensor]]:
+    """Batches of such sizes, in an order of no kind."""
+    generator = torch.Generator().manual_seed(3)
+    numbers = [sizes[i] for i in torch.randint(0, len(sizes), (28,), generator=generator).tolist()]
+    return [(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in numbers]
+
+
+def train(make: type[Counting], strategy: str, sizes: range) -> Result:
+    L.seed_everything(5)
+    loader: Any = DataLoader(batches(sizes), batch_size=None)  # type: ignore[arg-type]
+    return fit(make(), loader, strategy, 1, [], max_epochs=1)[0]
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_one_graph_for_all_counts(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(60, 61))
+    assert_compiled(ours)
+    assert ours.captures <= MOST.get(make, 2)
+    assert_bitwise(ours, train(make, "auto", range(60, 61)))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_one_graph_for_all_counts_and_batches_of_all_sizes(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(48, 67))
+    assert_compiled(ours)
+    assert ours.captures <= MOST.get(make, 2) + 3
+    assert_bitwise(ours, train(make, "auto", range(48, 67)))
+
+
+def _as_two_ranks_have_them() -> Any:
+    all_rows = rows()
+    batches = [all_rows[i : i + ROWS] for i in range(0, len(all_rows), ROWS)]
+    return InOrder([row for batch in batches for row in (*batch[0::2], *batch[1::2])], ROWS)
+
+
+@pytest.mark.parametrize("make", [Views, Positions, Padded, CutOff, Sampled, Windows, InFours, Edges])
+def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, make, "spmd", 2, max_epochs=2)
+    assert_compiled(ours[0])
+    assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=2))
