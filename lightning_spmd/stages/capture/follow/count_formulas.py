@@ -482,7 +482,7 @@ class _Pass:
                 columns[place] = [leaf]
         for other in self._companions if columns else ():
             leaves = dict(leaves_by_place((other.args, other.kwargs)))
-            for seen in other.seen:
+            for seen in (seen for seen in other.seen if len(seen) == known):
                 points.append(seen)
                 for place, column in columns.items():
                     column.append(with_sizes(leaves[place], seen))

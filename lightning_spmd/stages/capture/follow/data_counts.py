@@ -10,6 +10,7 @@ from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.stages.capture.follow.counts import Told, counted
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.notes import Note
+from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
 from lightning_spmd.stages.capture.follow.recorder import Recorder
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import surroundings
@@ -25,10 +26,11 @@ class DataCounts:
         step: the step.
         recorder: of its calls.
         copies: on which calls are run for the sizes of their results.
+        generator: torch's, whose state a read notes.
     """
 
-    def __init__(self, step: StepState, recorder: Recorder, copies: Copies) -> None:
-        self._step, self._recorder, self._copies = step, recorder, copies
+    def __init__(self, step: StepState, recorder: Recorder, copies: Copies, generator: OwnGenerator) -> None:
+        self._step, self._recorder, self._copies, self._generator = step, recorder, copies, generator
 
     def may_be(self, note: Note) -> bool:
         """Whether this step has the counts that a call requires, as far as they are known."""
@@ -70,6 +72,7 @@ class DataCounts:
         if told is None:
             with step.beside():
                 given = step.on_read()
+            self._generator.look()  # a graph that gives them may have drawn
             if given is not None and all(type(v) is int for v in given):
                 told = given
             else:

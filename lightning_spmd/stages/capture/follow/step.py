@@ -203,7 +203,7 @@ class Step(StepState, TorchFunctionMode):
         self.recorder = Recorder(self)
         self.generator = OwnGenerator(self)
         self._copies = Copies(self, self.recorder, self.generator)
-        self.data_counts = DataCounts(self, self.recorder, self._copies)
+        self.data_counts = DataCounts(self, self.recorder, self._copies, self.generator)
         self.reads = Reads(self, self.recorder, self._copies, self.generator)
         self.becoming = Becoming(self, self.recorder)
         self.left_out = LeftOut(self)
@@ -780,6 +780,8 @@ class Step(StepState, TorchFunctionMode):
             return self.called(note.func, args, kwargs)
         if note.counts and self.memory.look():
             return self.for_good(note.func, args, kwargs)
+        if note.counts and self.generator.watch():
+            return self.called(note.func, args, kwargs)
         if note.met and max(note.met) >= len(self.outside):
             for tensor in tensors_in((args, kwargs)):
                 self.source_of(tensor)
