@@ -8,10 +8,10 @@ a product of two, with a number added. Nothing else is looked for.
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from torch import fx
 from typing_extensions import override
@@ -87,20 +87,25 @@ def samples_within(
         counts: list[int] = []
         for i, likely in enumerate(sample):
             asked = [holds for last, holds in conditions if last == i]
-            near = sorted(_NUMBERS, key=lambda n: (abs(math.log(n / likely)), n)) if asked else ()
-            tied = counts[ties[i]] if i in ties else pins.get(i)
-            choices = (n for n in (likely, *near) if n not in used) if tied is None else (tied,)
-            fit = [n for n in choices if all(holds([*counts, n]) for holds in asked)]
-            if not fit and tied is None:
-                others = [n for n in near if n not in {one[i] for one in found}]
-                fit = [n for n in others if all(holds([*counts, n]) for holds in asked)]
-            before = [one[i] for one in found[:2]]
-            chosen = next((n for n in fit if row != 2 or _differ_in_rests(*before, n)), fit[0] if fit else None)
-            if chosen is None:
+            before = [one[i] for one in found]
+            chosen = counts[ties[i]] if i in ties else pins.get(i, likely)
+
+            def fits(n: int, asked: Any = asked, counts: Any = counts) -> bool:
+                return all(holds([*counts, n]) for holds in asked)
+
+            if i not in ties and i not in pins and not fits(likely):
+                others = [n for n in _NUMBERS if n not in before and fits(n)]
+                others = [n for n in others if row != 2 or _differ_in_rests(*before, n)]
+                free = [n for n in others if n not in used] or others
+                chosen = free[(row + 1) * len(free) // (GRAPHS + 2)] if free else chosen
+            if not fits(chosen):
                 raise Apart("hardly any other number of rows or elements is treated alike")
             counts.append(chosen)
             used.add(chosen)
         found.append(tuple(counts))
+    columns = [column for i, column in enumerate(zip(*found, strict=True)) if i not in ties and i not in pins]
+    if len(set(columns)) < len(columns):
+        raise Apart("hardly any other number of rows or elements is treated alike")
     return found
 
 

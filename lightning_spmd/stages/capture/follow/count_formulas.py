@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import CountFits, samples_within
+from lightning_spmd.ir.counted import GRAPHS, CountFits, samples_within
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
 from lightning_spmd.ir.unify import Apart
-from lightning_spmd.stages.capture.follow.counts import compiled_specs, counts_in, pins_of, specs_for
+from lightning_spmd.stages.capture.follow.counts import (
+    compiled_specs,
+    counts_in,
+    formulas_of,
+    pins_of,
+    sizes_in,
+    specs_for,
+)
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
@@ -185,7 +192,17 @@ def samples_of_path(
     codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
     conditions += map(Condition, map(Formula, codes))
     ties = {i: first for note in notes for i, first in note.ties.items()}
-    return samples_within(number, {**pins, **pins_of(notes)}, [(c.last, c.holds) for c in conditions], ties)
+    pins = {**pins, **pins_of(notes)}
+    samples = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties)
+    for formula in formulas_of(notes):
+        if formula.names() - pins.keys() and _is_constant(formula, samples):
+            raise Apart(f"{formula} is the same number for all counts that are tried")
+    return samples
+
+
+def _is_constant(formula: Formula, samples: Sequence[Sequence[int]]) -> bool:
+    """Whether a formula has one value in all graphs, where it would not be seen."""
+    return len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1
 
 
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
@@ -337,10 +354,8 @@ class _Pass:
             raise self._otherwise(depth, choices, reason) from None
         is_opaque = depth in self._every.opaque
         conditions = [] if is_opaque else self._conditions(call, choices)
-        for leaf in numbers.values():
-            for size in leaf if type(leaf) is torch.Size else (leaf,):
-                if type(size) is Size:
-                    self._fits.learn(size.formula)
+        for size in sizes_in(numbers.values()):
+            self._fits.learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
             found = specs_for(note, specs, self._fits) if is_new else _open(note)
@@ -369,6 +384,10 @@ class _Pass:
             if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
                 raise self._otherwise(depth, choices, reason)
+            in_numbers = [part.formula for part in sizes_in(numbers.values())]
+            in_specs = [n for spec in found or () for n in (*spec.shape, *spec.stride) if isinstance(n, Formula)]
+            if any(_is_constant(formula, [run.counts for run in self._runs]) for formula in (*in_numbers, *in_specs)):
+                raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
         for source, spec in zip(note.made, known, strict=True):
             self._specs[source] = spec
@@ -376,8 +395,7 @@ class _Pass:
 
     def _counts_of(self, note: Note, numbers: Mapping[Place, Any], specs: Sequence[TensorSpec] | None) -> list[int]:
         """The counts on which a call depends that may differ in other steps."""
-        parts = [part for leaf in numbers.values() for part in (leaf if type(leaf) is torch.Size else (leaf,))]
-        found = {i for part in parts if type(part) is Size for i in part.formula.names()}.union(note.counts)
+        found = {i for size in sizes_in(numbers.values()) for i in size.formula.names()}.union(note.counts)
         operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
         return sorted(found | counts_in(operands) | counts_in(specs or ()) - pins_of(self._step.notes).keys())
 

@@ -110,13 +110,16 @@ def pins_of(notes: Iterable[Note]) -> dict[int, int]:
     return {i: count for note in notes for i, count in note.pins.items()}
 
 
+def sizes_in(leaves: Iterable[Any]) -> Iterator[Size]:
+    """The numbers with formulas in leaves of arguments."""
+    for leaf in leaves:
+        yield from (part for part in (leaf if type(leaf) is torch.Size else (leaf,)) if type(part) is Size)
+
+
 def formulas_of(notes: Iterable[Note]) -> Iterator[Formula]:
     """The formulas of numbers and of sizes on a path."""
     for note in notes:
-        parts = [
-            part for leaf in formulas_in(note).values() for part in (leaf if type(leaf) is torch.Size else (leaf,))
-        ]
-        yield from (part.formula for part in parts if type(part) is Size)
+        yield from (size.formula for size in sizes_in(formulas_in(note).values()))
         sizes = [number for spec in note.open or () for number in (*spec.shape, *spec.stride)]
         yield from (number for number in sizes if isinstance(number, Formula))
 
