@@ -6,6 +6,7 @@ from tests.faults.mutant import CAPTURE, FOLLOWED, Mutant
 
 FOLLOW = "stages/capture/follow"
 COUNTS = "tests/strategy/reads_and_sizes/test_followed_counts.py"
+NUMBERS_OF_COUNTS = "tests/strategy/reads_and_sizes/test_numbers_of_counts.py"
 SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
 KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
@@ -124,7 +125,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "results with other numbers are taken to be as large",
         CAPTURE,
         f"{FOLLOW}/recorder.py",
-        "        return [TensorSpec.of(t) for t in made] == note.specs\n",
+        "        return [TensorSpec.of(t) for t in made] == note.specs_at(step.counts)\n",
         "        return True\n",
         (FOLLOWED,),
     ),
@@ -140,18 +141,50 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "one row is treated like many",
         CAPTURE,
-        f"{FOLLOW}/data_counts.py",
-        "                note.least = count + 1\n",
-        "                note.least = 0\n",
+        f"{FOLLOW}/count_formulas.py",
+        "            others = [i for i, got in enumerate(few) if got is not None and got != wanted[i]]\n",
+        "            others = list[int]()\n",
         (COUNTS,),
     ),
     Mutant(
         "a call for one count is for all",
         CAPTURE,
         f"{FOLLOW}/data_counts.py",
-        "        return not note.pins or all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())",
-        "        return True",
+        "        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())\n",
+        "        are_pinned = True\n",
         (COUNTS,),
+    ),
+    Mutant(
+        "what torch decides on counts is not asked",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "        conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]\n",
+        "        conditions = list[Condition]()\n",
+        (NUMBERS_OF_COUNTS,),
+    ),
+    Mutant(
+        "counts with which graphs are made have the same rests",
+        CAPTURE,
+        "ir/counted.py",
+        "        if not _differ_in_rests(one, other, third):\n",
+        "        if False:\n",
+        ("tests/ir/test_counted.py",),
+    ),
+    Mutant(
+        "a graph that gives counts and draws is not noted",
+        CAPTURE,
+        f"{FOLLOW}/data_counts.py",
+        "            self._generator.look()  # a graph that gives them may have drawn\n",
+        "",
+        (NUMBERS_OF_COUNTS,),
+    ),
+    Mutant(
+        "what was nothing at first stays nothing",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "            if shapes != [spec.shape for spec in note.specs] or not",
+        "            if not",
+        (NUMBERS_OF_COUNTS,),
     ),
     # ------------------------------------------------------------------ random numbers, results that are kept
     Mutant(

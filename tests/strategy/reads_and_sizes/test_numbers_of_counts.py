@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
-from tests.strategy.small import ROWS, Quiet, rows, run
+from tests.strategy.small import ROWS, Net, Quiet, rows, run
 
 Way = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
 
@@ -138,7 +139,7 @@ def batches(sizes: range) -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in numbers]
 
 
-def train(make: type[Counting], strategy: str, sizes: range) -> Result:
+def train(make: type[Net], strategy: str, sizes: range) -> Result:
     L.seed_everything(5)
     loader: Any = DataLoader(batches(sizes), batch_size=None)  # type: ignore[arg-type]
     return fit(make(), loader, strategy, 1, [], max_epochs=1)[0]
@@ -158,6 +159,83 @@ def test_one_graph_for_all_counts_and_batches_of_all_sizes(make: type[Counting])
     assert_compiled(ours)
     assert ours.captures <= MOST.get(make, 2) + 3
     assert_bitwise(ours, train(make, "auto", range(48, 67)))
+
+
+class OfAFew(Net):
+    """Of what is found a few are taken; at first nothing is found, and dropout is drawn before it is known."""
+
+    counts = (0, 0, 3, 0, 3, 1, 2, 6, 0, 5, 4, 0, 0, 3)
+
+    def few(self, found: Tensor) -> Tensor:
+        return found[:1]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = F.cross_entropy(self(x), y, reduction="none")
+        chosen = self.few(losses[torch.arange(len(x)) < self.counts[batch_idx % len(self.counts)]])
+        TOLD.append(len(chosen))
+        loss = chosen.mean() if len(chosen) else self(x).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Third(OfAFew):
+    def few(self, found: Tensor) -> Tensor:
+        return found.topk(math.ceil(0.3 * len(found))).values
+
+
+class UpToFour(OfAFew):
+    def few(self, found: Tensor) -> Tensor:
+        return found[: min(len(found), 4)] if len(found) != 5 else found[1:]
+
+
+TOLD: list[int] = []
+"""How many were chosen in the run before."""
+
+
+@pytest.mark.parametrize("make", [OfAFew, Third, UpToFour])
+def test_nothing_is_found_at_first(make: type[OfAFew]) -> None:
+    TOLD.clear()
+    theirs = train(make, "auto", range(6, 7))
+    expected = list(TOLD)
+    TOLD.clear()
+    ours = train(make, "spmd", range(6, 7))
+    assert expected == TOLD
+    assert_compiled(ours)
+    assert_bitwise(ours, theirs)
+
+
+class TwoFound(Counting):
+    """The smaller of two counts decides what is taken of the batch."""
+
+    pairs = ((0, 0), (2, 0), (0, 2), (3, 3), (1, 1), (1, 3), (3, 1), (2, 5), (6, 6), (0, 6), (6, 0), (4, 4), (2, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        one, other = self.pairs[batch_idx % len(self.pairs)]
+        number = torch.arange(len(x))
+        few = min(len(x[number < one]), len(x[number < other]))
+        return self(x).mean() + self.wide(x[:few]).sum() * (few + 1)
+
+
+def test_the_smaller_of_two_counts() -> None:
+    ours = train(TwoFound, "spmd", range(6, 7))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(TwoFound, "auto", range(6, 7)))
+
+
+class CutFromVarying(Counting):
+    """As many as there is room for, which depends on how large the batch is."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = torch.nonzero(mask).squeeze(1)[: max(1, len(x) // 4)]
+        return self.wide(x[found]).square().sum() / 10
+
+
+def test_what_is_cut_off_depends_on_the_size_of_the_batch() -> None:
+    ours = train(CutFromVarying, "spmd", range(4, 24))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(CutFromVarying, "auto", range(4, 24)))
 
 
 def _as_two_ranks_have_them() -> Any:
