@@ -34,6 +34,8 @@ class DataCounts:
 
     def may_be(self, note: Note) -> bool:
         """Whether this step has the counts that a call requires, as far as they are known."""
+        if not (note.pins or note.conditions):
+            return True
         counts = self._step.counts
         are_pinned = all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())
         return are_pinned and all(condition.holds(counts) for condition in note.conditions)
