@@ -374,6 +374,8 @@ class GraphBuilder:
         for sample in samples[1:]:
             other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
             steps.append(capture_followed(self._capture_request(other, split)))
+            if len({len(step.graph_module.graph.nodes) for step in steps}) > 1:  # a loop over what was found
+                raise CaptureError("there is no graph for all sizes that the data say: other operators are chosen")
         graphs = maker.make_for_counts(steps)
         fits = CountFits(program.counts, samples)
         for formula in formulas_of(program.notes):
