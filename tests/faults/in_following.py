@@ -158,8 +158,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "what torch decides on counts is not asked",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "        conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]\n",
-        "        conditions = list[Condition]()\n",
+        "            conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]\n",
+        "            conditions = list[Condition]()\n",
         (NUMBERS_OF_COUNTS,),
     ),
     Mutant(

@@ -421,7 +421,7 @@ class _Talk:
             return False
         if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
             return False
-        if self._step.has_counts and not program.may_have(self._step.counts):
+        if self._step.counts and not program.may_have(self._step.counts):
             return False  # the next call will be another one, and what comes behind the read fits these counts alone
         # a number that is another one for the first time is a constant of that graph
         numbers = self._step.numbers_between(begin, end)

@@ -353,7 +353,7 @@ class _Pass:
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
         is_opaque = depth in self._every.opaque
-        conditions = [] if is_opaque else self._conditions(call, choices)
+        conditions = [] if is_opaque else self._conditions(call)
         for size in sizes_in(numbers.values()):
             self._fits.learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
@@ -439,7 +439,7 @@ class _Pass:
         return found
 
     # ------------------------------------------------------------------ for which counts
-    def _conditions(self, call: Note, choices: Sequence[Any]) -> list[Condition]:
+    def _conditions(self, call: Note) -> list[Condition]:
         """What torch decides on counts in a call."""
         before, symbols, depth = self._symbols.decisions, self._symbols, call.depth
         try:
@@ -447,19 +447,20 @@ class _Pass:
                 made = self._symbolic.make(call)
             decided = symbols.decided(before)
             codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
+            # symbols are two and more; what is less is looked at by itself
+            names = [f"max(s{i}, 2)" for i in self._open]
+            conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]
+            are_fulfilled = all(condition.holds(self._step.counts) for condition in conditions)
         except Exception:  # whatever torch's code does with what is no plain integer
             if self._every.by_python:
                 self._every.opaque.add(depth)
             self._every.by_python = not self._every.by_python
             raise _Again from None
-        if symbols.fixed():
+        if symbols.fixed() or not are_fulfilled:
             self._every.opaque.add(depth)
             raise _Again
         for code in filter(None, codes):
             self._fits.learn(self._renamed(code))
-        # symbols are two and more; what is less is looked at by itself
-        names = [f"max(s{i}, 2)" for i in self._open]
-        conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
