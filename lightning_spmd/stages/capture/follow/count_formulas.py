@@ -194,15 +194,17 @@ def samples_of_path(
     ties = {i: first for note in notes for i, first in note.ties.items()}
     pins = {**pins, **pins_of(notes)}
     samples = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties)
-    for formula in formulas_of(notes):
-        if formula.names() - pins.keys() and _is_constant(formula, samples):
-            raise Apart(f"{formula} is the same number for all counts that are tried")
+    if (formula := _constant(formulas_of(notes), samples, pins)) is not None:
+        raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
 
 
-def _is_constant(formula: Formula, samples: Sequence[Sequence[int]]) -> bool:
-    """Whether a formula has one value in all graphs, where it would not be seen."""
-    return len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1
+def _constant(formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int]) -> Formula | None:
+    """A formula that would not be seen in graphs: it has one value in all of them, and more in steps."""
+    for formula in formulas:
+        if formula.names() - pins.keys() and len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1:
+            return formula
+    return None
 
 
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
@@ -384,9 +386,9 @@ class _Pass:
             if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
                 raise self._otherwise(depth, choices, reason)
-            in_numbers = [part.formula for part in sizes_in(numbers.values())]
+            in_numbers = [size.formula for size in sizes_in(numbers.values())]
             in_specs = [n for spec in found or () for n in (*spec.shape, *spec.stride) if isinstance(n, Formula)]
-            if any(_is_constant(formula, [run.counts for run in self._runs]) for formula in (*in_numbers, *in_specs)):
+            if _constant((*in_numbers, *in_specs), [run.counts for run in self._runs], pins_of(self._step.notes)):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
         for source, spec in zip(note.made, known, strict=True):
