@@ -249,3 +249,33 @@ def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) 
     ours = two_ranks.run(run, make, "spmd", 2, max_epochs=2)
     assert_compiled(ours[0])
     assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=2))
+
+
+class Tokens(Quiet):
+    """Sentences of several lengths, padded; a loss of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.wide = nn.Embedding(50, 6), nn.Linear(6, 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        is_token = batch != 0
+        hidden = torch.tanh(self.wide(self.embedding(batch))) * is_token[..., None]
+        chosen = hidden[is_token]
+        loss = chosen.view(len(chosen), 2, 3).square().sum() / batch.shape[1] + hidden.mean() * batch.shape[1]
+        self.log("loss", loss)
+        return loss + self(chosen).square().sum() / 50
+
+
+def _sentences() -> InOrder:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(6, 14, (12,), generator=generator).tolist()
+    batches = [torch.randint(-20, 50, (ROWS, n), generator=generator).clamp(min=0) for n in lengths]
+    return InOrder([row for batch in batches for row in batch], ROWS)
+
+
+def test_lengths_vary_on_two_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, Tokens, "spmd", 2, data=_sentences, max_epochs=2)
+    assert_compiled(ours[0])
+    assert ours[0].captures <= 4
+    assert_equals_one_device(ours, run(Tokens, "auto", data=_sentences, max_epochs=2))
