@@ -73,6 +73,8 @@ class SymbolicSizes:
         names = {symbol: sympy.Symbol(f"s{i}", integer=True, positive=True) for symbol, i in numbers.items()}
         found: list[tuple[str, set[int]]] = []
         for guard in self.env.guards[before:]:
+            if isinstance(guard.expr, sympy.Eq) and guard.expr.has(sympy.Float):
+                continue  # a number that C++ takes, and no decision
             needed = {numbers[symbol] for symbol in guard.expr.free_symbols}
             found.append((PythonPrinter().doprint(guard.expr.xreplace(names)), needed))
         return found

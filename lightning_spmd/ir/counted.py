@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -35,7 +35,7 @@ _NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
 """Counts that are tried where not all are treated alike."""
 
 
-def samples_of(number: int, scale: int = 101) -> list[tuple[int, ...]]:
+def samples_of(number: int, scale: int = 101, seed: int = 0) -> list[tuple[int, ...]]:
     """Sets of counts, far from each other; in the first they rise and in the second they fall.
 
     What depends on which of two is larger, as the length of ``pad_sequence`` does, has no formula in both. What is
@@ -44,11 +44,16 @@ def samples_of(number: int, scale: int = 101) -> list[tuple[int, ...]]:
     Args:
         number: of counts.
         scale: about the least of them.
+        seed: another one gives other sets.
     """
     rows = GRAPHS + 1
     # multiples may be treated in a way of their own: by kernels, and where a part that is one is the whole
-    plain = [n for n in range(scale, scale + 32 * rows * number) if all(n % divisor for divisor in (3, 4, 5, 7))]
-    chosen = random.Random(0).sample(plain, rows * number)
+    plain = [
+        n
+        for n in range(scale, scale + (32 << 2 * (seed // 3)) * rows * number)
+        if all(n % divisor for divisor in (3, 4, 5, 7))
+    ]
+    chosen = random.Random(seed).sample(plain, rows * number)
     sets = [chosen[row * number : (row + 1) * number] for row in range(rows)]
     sets[0].sort()
     sets[1].sort(reverse=True)
@@ -69,6 +74,7 @@ def samples_within(
     pins: Mapping[int, int],
     conditions: Sequence[tuple[int, Callable[[Sequence[int]], bool]]],
     ties: Mapping[int, int] = _NONE,
+    seed: int = 0,
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions.
 
@@ -77,13 +83,14 @@ def samples_within(
         pins: those that have one value in all sets.
         conditions: each with the last count that it is about; it gets the counts up to that one.
         ties: for those that are what another one before them is, that one.
+        seed: another one gives other sets.
 
     Raises:
         Apart: there are hardly any.
     """
     used: set[int] = set()
     found: list[tuple[int, ...]] = []
-    for row, sample in enumerate(samples_of(number)):
+    for row, sample in enumerate(samples_of(number, seed=seed)):
         counts: list[int] = []
         for i, likely in enumerate(sample):
             asked = [holds for last, holds in conditions if last == i]
@@ -97,7 +104,7 @@ def samples_within(
                 others = [n for n in _NUMBERS if n not in before and fits(n)]
                 others = [n for n in others if row != 2 or _differ_in_rests(*before, n)]
                 free = [n for n in others if n not in used] or others
-                chosen = free[(row + 1) * len(free) // (GRAPHS + 2)] if free else chosen
+                chosen = free[((row + 1) * len(free) // (GRAPHS + 2) + seed) % len(free)] if free else chosen
             if not fits(chosen):
                 raise Apart("hardly any other number of rows or elements is treated alike")
             counts.append(chosen)
@@ -107,6 +114,33 @@ def samples_within(
     if len(set(columns)) < len(columns):
         raise Apart("hardly any other number of rows or elements is treated alike")
     return found
+
+
+def mixed(number: int, sets: int, pins: Mapping[int, int], ties: Mapping[int, int]) -> list[list[int]]:
+    """Sets of counts, small and large ones in all orders.
+
+    Args:
+        number: of counts.
+        sets: how many.
+        pins: those that have one value in all sets.
+        ties: for those that are what another one before them is, that one.
+    """
+    draws = map(random.Random, range(sets))
+    found = [[round(2 ** draw.uniform(1, 9)) for _ in range(number)] for draw in draws]
+    return [[pins.get(i, counts[ties.get(i, i)]) for i in range(number)] for counts in found]
+
+
+def told_apart(
+    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Mapping[int, int]
+) -> bool:
+    """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``."""
+    others = mixed(len(samples[0]), 24, pins, ties)
+    known: dict[tuple[int, ...], list[int]] = {}
+    for formula in formulas:
+        here, there = (tuple(formula.at(sample) for sample in some) for some in (samples[:GRAPHS], others))
+        if known.setdefault(here, list(there)) != list(there):
+            return False
+    return True
 
 
 def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

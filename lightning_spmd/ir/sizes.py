@@ -90,7 +90,10 @@ class Condition:
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether it does, as far as the counts are known."""
-        return self.last >= len(counts) or bool(self.formula.at(counts))
+        try:
+            return self.last >= len(counts) or bool(self.formula.at(counts))
+        except ZeroDivisionError:  # it was made for two and more
+            return False
 
 
 class _Sized:

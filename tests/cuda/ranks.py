@@ -260,7 +260,7 @@ def _followed(
     assert program.for_all_sizes == bool(kind.vary), program.why_not
     if not steps or not steps[0].counts:
         return program
-    counts, samples = Counts(len(steps[0].counts)), samples_of_path(steps[0].notes, len(steps[0].counts))[:GRAPHS]
+    counts, samples = Counts(len(steps[0].counts)), samples_of_path(steps[0].notes, len(steps[0].counts), {})[:GRAPHS]
     program.live.counts = steps[0].counts
     return dataclasses.replace(program, counts=counts, samples=samples)
 

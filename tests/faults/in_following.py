@@ -158,7 +158,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "what torch decides on counts is not asked",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "            conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]\n",
+        "            conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]\n",
         "            conditions = list[Condition]()\n",
         (NUMBERS_OF_COUNTS,),
     ),

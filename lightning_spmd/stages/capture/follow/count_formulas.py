@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import GRAPHS, CountFits, samples_within
+from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_within, told_apart
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
@@ -44,7 +44,10 @@ from lightning_spmd.stages.capture.follow.recorder import Recording, first_line,
 from lightning_spmd.stages.capture.follow.sizes import ForAllSizes, candidates, is_like, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
 
-_MORE = (2, 3, 5, 9, 17, 33, 65, 129, 257, 513)
+_MORE = 16
+"""Sets of counts with which calls are tried that do not run on symbols."""
+_SEEDS = 12
+"""Sets of samples that are tried."""
 _SEEN = 4
 """Counts with which a call was made that are kept, to find formulas of its numbers."""
 
@@ -94,6 +97,7 @@ class CountFormulas:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
+        formulas: that were met, and are to be told apart.
         opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
     """
 
@@ -103,6 +107,7 @@ class CountFormulas:
         self.conditions: dict[int, list[Condition]] = {}
         self.by_python = False
         self.opaque: set[int] = set()
+        self.formulas: dict[Formula, None] = {}
         self.ties = self._ties()
 
     def find(self) -> None:
@@ -167,7 +172,7 @@ class CountFormulas:
         Raises:
             Apart: there are hardly any that are treated alike.
         """
-        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions)
+        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions, self.formulas)
 
 
 def samples_of_path(
@@ -175,6 +180,7 @@ def samples_of_path(
     number: int,
     pins: Mapping[int, int],
     more: Mapping[int, Sequence[Condition]] | None = None,
+    more_formulas: Iterable[Formula] = (),
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -183,6 +189,7 @@ def samples_of_path(
         number: of its counts.
         pins: those that are the same in all of them, beside those for which alone there is the path.
         more: further conditions.
+        more_formulas: that are to be told apart as well.
 
     Raises:
         Apart: there are hardly any.
@@ -193,8 +200,14 @@ def samples_of_path(
     conditions += map(Condition, map(Formula, codes))
     ties = {i: first for note in notes for i, first in note.ties.items()}
     pins = {**pins, **pins_of(notes)}
-    samples = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties)
-    if (formula := _constant(formulas_of(notes), samples, pins)) is not None:
+    formulas = list(dict.fromkeys(formulas_of(notes)))
+    for seed in range(_SEEDS):
+        samples = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties, seed)
+        if told_apart([*formulas, *more_formulas], samples, pins, ties):
+            break
+    else:
+        raise Apart("formulas of the numbers of rows or elements cannot be told apart")
+    if (formula := _constant(formulas, samples, pins)) is not None:
         raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
 
@@ -276,16 +289,16 @@ class _Pass:
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
         self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
         number, pins = len(step.counts), pins_of(step.notes)
+        tied = {i: first for note in step.notes for i, first in note.ties.items()}
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples)
         self._runs = [_Run(step, sample) for sample in samples]
         opened = dict(enumerate(step.counts[: step.opened]))
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
-        more = [[pins.get(i, count) for i in range(number)] for count in _MORE] if every.opaque else []
+        more = mixed(number, _MORE, pins, tied) if every.opaque else ()
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
-        tied = {i: first for note in step.notes for i, first in note.ties.items()}
         free = [i for i in range(number) if i not in pins and i not in tied]
         made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
         made.update((i, made[first]) for i, first in tied.items() if first in made and i not in pins)
@@ -340,6 +353,7 @@ class _Pass:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
         tied = [Condition(Formula(f"s{i} == s{first}")) for i, first in note.ties.items()]
+        note.is_opaque = note.depth in self._every.opaque
         note.is_fitted, note.conditions = True, [*tied, *found.conditions]
 
     def _note(self, note: Note) -> None:
@@ -357,7 +371,7 @@ class _Pass:
         is_opaque = depth in self._every.opaque
         conditions = [] if is_opaque else self._conditions(call)
         for size in sizes_in(numbers.values()):
-            self._fits.learn(size.formula)
+            self._learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
             found = specs_for(note, specs, self._fits) if is_new else _open(note)
@@ -449,9 +463,7 @@ class _Pass:
                 made = self._symbolic.make(call)
             decided = symbols.decided(before)
             codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
-            # symbols are two and more; what is less is looked at by itself
-            names = [f"max(s{i}, 2)" for i in self._open]
-            conditions = [Condition(Formula(code).with_names(names)) for code, needed in decided if needed]
+            conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
             are_fulfilled = all(condition.holds(self._step.counts) for condition in conditions)
         except Exception:  # whatever torch's code does with what is no plain integer
             if self._every.by_python:
@@ -462,7 +474,7 @@ class _Pass:
             self._every.opaque.add(depth)
             raise _Again
         for code in filter(None, codes):
-            self._fits.learn(self._renamed(code))
+            self._learn(self._renamed(code))
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
@@ -472,6 +484,18 @@ class _Pass:
                 self._every.opaque.add(depth)
             raise _Again
         return conditions
+
+    def _learn(self, formula: Formula) -> None:
+        """A formula of the path, which the samples are to tell from others."""
+        if formula in self._every.formulas:
+            self._fits.learn(formula)
+            return
+        self._every.formulas[formula] = None
+        notes = self._step.notes
+        ties = {i: first for note in notes for i, first in note.ties.items()}
+        if not told_apart(self._every.formulas, [run.counts for run in self._runs], pins_of(notes), ties):
+            raise _Again
+        self._fits.learn(formula)
 
     def _renamed(self, code: str) -> Formula:
         """Python of symbols as Python of counts."""

@@ -8,6 +8,7 @@ fits its values (``ir.counted``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -138,4 +139,4 @@ def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tup
         return f"({''.join(f'{code}, ' for code in codes)})"
 
     pairs = "".join(f"({text(spec.shape)}, {text(spec.stride)}), " for spec in specs)
-    return eval(f"lambda counts: ({pairs})")
+    return eval(f"lambda counts: ({pairs})", {"math": math, "torch": torch})
