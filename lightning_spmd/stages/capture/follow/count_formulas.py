@@ -474,7 +474,8 @@ class _Pass:
             self._every.opaque.add(depth)
             raise _Again
         for code in filter(None, codes):
-            self._learn(self._renamed(code))
+            if "math." not in code and "torch." not in code:  # what graphs can compute
+                self._learn(self._renamed(code))
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
