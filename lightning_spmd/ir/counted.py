@@ -50,7 +50,7 @@ def samples_of(number: int, scale: int = 101, seed: int = 0) -> list[tuple[int, 
     # multiples may be treated in a way of their own: by kernels, and where a part that is one is the whole
     plain = [
         n
-        for n in range(scale, scale + (32 << 2 * (seed // 3)) * rows * number)
+        for n in range(scale, scale + (32 << 2 * (seed // 6)) * rows * number)
         if all(n % divisor for divisor in (3, 4, 5, 7))
     ]
     chosen = random.Random(seed).sample(plain, rows * number)
@@ -141,6 +141,18 @@ def told_apart(
         if known.setdefault(here, list(there)) != list(there):
             return False
     return True
+
+
+def rests_alike(
+    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Mapping[int, int]
+) -> int:
+    """Of how many formulas halves, thirds or quarters would be on a line in the graphs, though they are not."""
+    others, found = mixed(len(samples[0]), 24, pins, ties), 0
+    for formula in formulas:
+        here, there = ([formula.at(sample) for sample in some] for some in (samples[:GRAPHS], others))
+        if all(type(n) is int for n in (*here, *there)):
+            found += any(len({n % d for n in here}) == 1 < len({n % d for n in there}) for d in (2, 3, 4))
+    return found
 
 
 def with_parts(samples: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

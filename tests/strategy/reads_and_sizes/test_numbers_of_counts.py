@@ -224,6 +224,41 @@ def test_the_smaller_of_two_counts() -> None:
     assert_bitwise(ours, train(TwoFound, "auto", range(6, 7)))
 
 
+class Together(Counting):
+    """What torch itself makes of two counts."""
+
+    pairs = ((2, 2), (4, 2), (2, 3), (1, 1), (1, 6), (3, 2), (5, 2), (2, 5), (1, 2), (6, 1), (3, 4), (4, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        counts = self.pairs[batch_idx % len(self.pairs)]
+        one, other = (self.wide(x[torch.arange(len(x)) < count]) for count in counts)
+        made = self.way(one, other, x)
+        return self(x).mean() + made.square().mean() * made.shape[-1]
+
+
+class Shorter(Together):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return torch.diagonal(torch.cat([x, x, x]) @ y.t())
+
+
+class Longer(Together):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return nn.utils.rnn.pad_sequence([torch.cat([x, x, x]), y], padding_value=1.0).permute(1, 2, 0)
+
+
+class HalfOfBoth(Together):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return F.interpolate(torch.cat([x, y]).t()[None], scale_factor=0.5, mode="linear")
+
+
+@pytest.mark.parametrize("make", [Shorter, Longer, HalfOfBoth])
+def test_what_torch_makes_of_two_counts(make: type[Together]) -> None:
+    ours = train(make, "spmd", range(6, 7))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(make, "auto", range(6, 7)))
+
+
 class CutFromVarying(Counting):
     """As many as there is room for, which depends on how large the batch is."""
 

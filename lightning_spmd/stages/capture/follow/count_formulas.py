@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_within, told_apart
+from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, rests_alike, samples_within, told_apart
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
@@ -46,7 +46,7 @@ from lightning_spmd.stages.capture.follow.step_state import StepState
 
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
-_SEEDS = 12
+_SEEDS = 24
 """Sets of samples that are tried."""
 _SEEN = 4
 """Counts with which a call was made that are kept, to find formulas of its numbers."""
@@ -201,12 +201,17 @@ def samples_of_path(
     ties = {i: first for note in notes for i, first in note.ties.items()}
     pins = {**pins, **pins_of(notes)}
     formulas = list(dict.fromkeys(formulas_of(notes)))
+    best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
-        samples = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties, seed)
-        if told_apart([*formulas, *more_formulas], samples, pins, ties):
-            break
-    else:
+        found = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties, seed)
+        if told_apart([*formulas, *more_formulas], found, pins, ties):
+            alike = rests_alike(formulas, found, pins, ties)
+            best = (alike, found) if best is None or alike < best[0] else best
+            if not alike:
+                break
+    if best is None:
         raise Apart("formulas of the numbers of rows or elements cannot be told apart")
+    samples = best[1]
     if (formula := _constant(formulas, samples, pins)) is not None:
         raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
