@@ -149,9 +149,9 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "a call for one count is for all",
         CAPTURE,
-        f"{FOLLOW}/data_counts.py",
-        "        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())\n",
-        "        are_pinned = True\n",
+        f"{FOLLOW}/counts.py",
+        "    are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())\n",
+        "    are_pinned = True\n",
         (COUNTS,),
     ),
     Mutant(

@@ -244,10 +244,10 @@ class GraphBuilder:
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
         program = request.program
-        if context.optimizer is not None:
-            self._prepare(context.optimizer)
         if program is not None and program.samples:
             request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
+        if context.optimizer is not None:
+            self._prepare(context.optimizer)
         captured = self._captured(self._capture_request(request, split))
         self._dump("captured", captured.graph_module, captured.signature)
         state = self._live_state(captured)

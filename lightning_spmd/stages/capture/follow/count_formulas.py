@@ -358,7 +358,6 @@ class _Pass:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
         tied = [Condition(Formula(f"s{i} == s{first}")) for i, first in note.ties.items()]
-        note.is_opaque = note.depth in self._every.opaque
         note.is_fitted, note.conditions = True, [*tied, *found.conditions]
 
     def _note(self, note: Note) -> None:

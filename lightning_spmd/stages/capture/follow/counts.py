@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import CountFits
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Formula, Size
+from lightning_spmd.ir.sizes import Condition, Formula, Size
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.notes import Note, formulas_in
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
@@ -109,6 +109,12 @@ def specs_for(note: Note, made: Sequence[Sequence[TensorSpec]], fits: CountFits)
 def pins_of(notes: Iterable[Note]) -> dict[int, int]:
     """The counts that must be equal in all steps on a path."""
     return {i: count for note in notes for i, count in note.pins.items()}
+
+
+def may_have(counts: Sequence[int], pins: Mapping[int, int], conditions: Iterable[Condition]) -> bool:
+    """Whether the counts of a step, as far as they are known, are those that are required."""
+    are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())
+    return are_pinned and all(condition.holds(counts) for condition in conditions)
 
 
 def sizes_in(leaves: Iterable[Any]) -> Iterator[Size]:

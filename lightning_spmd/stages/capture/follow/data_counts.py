@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.counts import Told, counted
+from lightning_spmd.stages.capture.follow.counts import Told, counted, may_have
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.notes import Note
 from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
@@ -36,9 +36,7 @@ class DataCounts:
         """Whether this step has the counts that a call requires, as far as they are known."""
         if not (note.pins or note.conditions):
             return True
-        counts = self._step.counts
-        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in note.pins.items())
-        return are_pinned and all(condition.holds(counts) for condition in note.conditions)
+        return may_have(self._step.counts, note.pins, note.conditions)
 
     def counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
         """The counts of a call that is not noted yet."""

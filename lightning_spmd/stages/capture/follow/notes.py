@@ -227,7 +227,6 @@ class Note:
         open: specs of its results with formulas of counts; None if they are the same for all of them.
         pins: counts for which alone it is this call, with others it is another one.
         conditions: on counts, without which it is another call.
-        is_opaque: it does not run on symbols.
         ties: counts that are taken for the same as one before them, with that one.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
         writes: into whose memory it writes.
@@ -281,7 +280,6 @@ class Note:
     open: list[TensorSpec] | None = None
     pins: dict[int, int] = field(default_factory=dict[int, int])
     conditions: Sequence[Condition] = ()
-    is_opaque: bool = False
     ties: dict[int, int] = field(default_factory=dict[int, int])
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
     writes: frozenset[Source] = frozenset()

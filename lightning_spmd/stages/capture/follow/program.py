@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Condition, Counts
-from lightning_spmd.stages.capture.follow.counts import pins_of
+from lightning_spmd.stages.capture.follow.counts import may_have, pins_of
 from lightning_spmd.stages.capture.follow.notes import Note, Place, Source
 
 
@@ -121,9 +121,7 @@ class Program:
 
     def may_have(self, counts: Sequence[int]) -> bool:
         """Whether a step with these counts, and maybe more, may take this path."""
-        pins, conditions = self._of_counts
-        are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())
-        return are_pinned and all(condition.holds(counts) for condition in conditions)
+        return may_have(counts, *self._of_counts)
 
     def line_of(self, tensor: Tensor) -> str | None:
         """Where this step met a tensor from outside that is none of the module's; None if it has not."""

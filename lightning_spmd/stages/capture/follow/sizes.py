@@ -168,18 +168,18 @@ class OpenTree:
 
     def counted(self, notes: Sequence[Note], path: int, at: At) -> None:
         """End a step with data-dependent sizes, all of whose calls have formulas."""
+        seen = self._confirmed.setdefault(path, set())
+        if len(seen) >= _SAMPLES:
+            return
+        seen.add(at.values)
+        sizes = set(range(len(at.values)))
         for note in notes:
             if note.for_all is None:
                 note.for_all, note.at = ByCounts(), at
-        seen = self._confirmed.setdefault(path, set())
-        if len(seen) < _SAMPLES:
-            seen.add(at.values)
-        pinned = next((note for note in notes if note.pins.keys() & set(range(len(at.values)))), None)
-        if pinned is not None:
-            self._pinned.add(path)
-            self.reason = f"the very size is wanted by {pinned.name}" + (
-                f" at {pinned.source}" if pinned.source else ""
-            )
+            if path not in self._pinned and note.pins.keys() & sizes:
+                place = f" at {note.source}" if note.source else ""
+                self._pinned.add(path)
+                self.reason = f"its very size is wanted by {note.name}{place}"
 
     def end(
         self,
