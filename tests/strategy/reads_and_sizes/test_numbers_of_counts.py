@@ -259,6 +259,34 @@ def test_what_torch_makes_of_two_counts(make: type[Together]) -> None:
     assert_bitwise(ours, train(make, "auto", range(6, 7)))
 
 
+class OfAnotherLength(Counting):
+    """A mask of more rows than there are is an error, also where it chooses none of those."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        mask = mask & (torch.arange(len(x)) < 3)
+        try:
+            return self.wide(x[:4][mask]).square().mean()
+        except IndexError:
+            return self(x).square().mean()
+
+
+class WritesOfAnotherLength(Counting):
+    """The same where it says what is written."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        few = x[:4].clone()
+        try:
+            few[mask & (torch.arange(len(x)) < 3)] = 0.0
+        except IndexError:
+            return self(x).square().mean()
+        return self.wide(few).square().mean()
+
+
+@pytest.mark.parametrize("make", [OfAnotherLength, WritesOfAnotherLength])
+def test_a_mask_of_another_length_is_an_error(make: type[Counting]) -> None:
+    assert_bitwise(train(make, "spmd", range(6, 7)), train(make, "auto", range(6, 7)))
+
+
 class CutFromVarying(Counting):
     """As many as there is room for, which depends on how large the batch is."""
 

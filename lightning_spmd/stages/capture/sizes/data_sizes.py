@@ -75,6 +75,8 @@ class DataSizes:
         form = self._forms.get(func)
         if form is None or (func is aten.repeat_interleave.Tensor and kwargs.get("output_size") is not None):
             return None
+        if func is aten.index.Tensor or func in _SCATTERS:
+            _check_masks(*args[:2])
         if func is aten.index.Tensor and not any(map(_is_mask, args[1])):
             return None
         if func in (_CTC_OF_TENSORS, _CTC_BACKWARD.Tensor) and args[1 + (func is _CTC_BACKWARD.Tensor)].dim() == 2:
@@ -207,6 +209,23 @@ class DataSizes:
 
     def _keys(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, int] | None, ...]:
         return tuple(map(self._key, tensors))
+
+
+def _check_masks(source: Tensor, indices: Sequence[Tensor | None]) -> None:
+    """Masks are as large as what they choose from; their positions do not show it, and fake tensors do not ask.
+
+    Raises:
+        IndexError: one is not.
+    """
+    begin = 0
+    for one in indices:
+        dims = one.dim() if one is not None and _is_mask(one) else 1
+        if one is not None and _is_mask(one) and tuple(source.shape[begin : begin + dims]) != tuple(one.shape):
+            raise IndexError(
+                f"the shape of the mask {list(one.shape)} does not match the shape of the indexed tensor "
+                f"{list(source.shape)} from dimension {begin} on"
+            )
+        begin += dims
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
