@@ -30,6 +30,7 @@ _results: dict[Any, Any] = {}
 
 BY_PLACE = {aten.as_strided, aten.as_strided_, aten.as_strided_copy, aten.as_strided_scatter}
 """Operators whose result depends on how their first operand lies in its storage."""
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _INDEX = aten.index.Tensor
 _MASKS = (torch.bool, torch.uint8)
 _UNLIKE = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -57,6 +58,8 @@ def key_of(op: Any, args: Any, kwargs: Any, look: Callable[[Any], Any]) -> Any:
         seen = look(value)
         if isinstance(seen, TensorSpec):
             return seen
+        if isinstance(seen, _SYMBOLS):
+            raise Unlike  # to compare it is to decide on it
         return type(seen), seen
 
     try:

@@ -799,7 +799,8 @@ class Following:
     def _counts_of_path(self, step: Step, *, for_all: bool, in_parts: bool) -> tuple[Counts, list[tuple[int, ...]]]:
         """Where graphs of a path put the counts that they find, and those they are made with, if any do for all."""
         sizes, number = tuple(step.counts[: step.opened]), len(step.counts)
-        key = step.path, () if for_all else sizes
+        # another loss of the same calls may have conditions of its own
+        key = step.path, () if for_all else sizes, sum(len(note.pins) + len(note.conditions) for note in step.notes)
         if key not in self._counts:
             places = step.tree.sizes.places if step.tree is not None and for_all else ()
             counts = Counts(number, by_rank=in_parts, places=places)
@@ -848,6 +849,8 @@ class Following:
             step.eagerly("a backward pass in the step, where gradients are accumulated or in parts")
         elif is_made and step.functions.are_there and step.asks(loss):
             step.of_loss(loss, parts)
+        elif is_made and step.asks(loss):
+            step.loss = step.source_of(loss)
 
     def _calls_of(self, step: Step) -> list[Call]:
         """The calls of a step, for the other ranks."""

@@ -259,6 +259,79 @@ def test_what_torch_makes_of_two_counts(make: type[Together]) -> None:
     assert_bitwise(ours, train(make, "auto", range(6, 7)))
 
 
+class Singular(Counting):
+    """Its gradient is computed in another way for fewer rows than columns, which no forward call shows."""
+
+    def values(self, x: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        far_apart = torch.arange(6.0) * torch.arange(len(chosen))[:, None]
+        return torch.linalg.svdvals(chosen + far_apart).sum()
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return self.values(x, mask) / 50 + self(x).mean()
+
+
+class SingularWithHook(Singular):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = self.values(x, mask)
+        found.register_hook(lambda gradient: gradient * 2)
+        return found / 50 + self(x).mean()
+
+
+class SingularInTheStep(Singular):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(self.values(x, mask), self.wide.weight)
+        return (self.wide.weight * gradient).sum() / 50 + self(x).mean()
+
+
+class SingularByHand(Singular):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class SingularBehindOthers(Singular):
+    """Calls that no symbols pass (``kron``, ``cumprod``) hide what comes before them in the backward pass."""
+
+    def values(self, x: Tensor, mask: Tensor) -> Tensor:
+        return torch.kron(super().values(x, mask)[None, None], torch.ones(2, 2)).cumprod(0).sum()
+
+
+class SingularNowAndThen(Singular):
+    """Steps that log less are beginnings of others, and the loss is now one and now another result of the same calls."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        plain = self(x).mean()
+        found = self.values(x, mask) / 50 + plain
+        number = int(1000 * float(y[0])) % 3
+        if number:
+            self.log("more", (x[mask] * 2).sum())
+        return found if number < 2 else plain
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Singular, SingularWithHook, SingularInTheStep, SingularByHand, SingularBehindOthers, SingularNowAndThen],
+)
+def test_torch_decides_on_counts_in_the_backward_pass(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(12, 13))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(make, "auto", range(12, 13)))
+
+
+def test_torch_decides_on_counts_and_sizes_in_the_backward_pass() -> None:
+    ours = train(Singular, "spmd", range(2, 14))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(Singular, "auto", range(2, 14)))
+
+
 class OfAnotherLength(Counting):
     """A mask of more rows than there are is an error, also where it chooses none of those."""
 

@@ -8,7 +8,7 @@ values. What torch decided with symbols says for which counts all that holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, rests_alike, samples_within, told_apart
-from lightning_spmd.ir.first import first
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
 from lightning_spmd.ir.unify import Apart
@@ -38,11 +37,13 @@ from lightning_spmd.stages.capture.follow.notes import (
     is_formula,
     leaves_by_place,
     sources_in,
+    tensors_in,
     with_numbers,
 )
 from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
 from lightning_spmd.stages.capture.follow.sizes import ForAllSizes, candidates, is_like, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
+from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
@@ -52,7 +53,7 @@ _SEEN = 4
 """Counts with which a call was made that are kept, to find formulas of its numbers."""
 
 
-_FAILED = object()
+_FAILED, _LIKE, _OTHER_OPERATORS, _OTHER_SIZES = object(), object(), object(), object()
 
 
 class _Again(Exception):
@@ -65,11 +66,12 @@ class _Pinned(Exception):
     Args:
         depth: of the call.
         reason: why.
+        is_behind: the backward pass of what it gives has none.
     """
 
-    def __init__(self, depth: int, reason: str) -> None:
+    def __init__(self, depth: int, reason: str, *, is_behind: bool = False) -> None:
         super().__init__(reason)
-        self.depth, self.reason = depth, reason
+        self.depth, self.reason, self.is_behind = depth, reason, is_behind
 
 
 @dataclass
@@ -116,12 +118,12 @@ class CountFormulas:
         A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
         """
         step = self._step
-        new = begin = first((depth for depth, note in enumerate(step.notes) if not note.is_fitted), "new call")
+        new = begin = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
-        if self.ties:
+        if self.ties and new < len(step.notes):
             step.notes[new].ties = self.ties
-        while begin < len(step.notes):
+        while begin <= len(step.notes):
             try:
                 _Pass(self, step, begin, new).run()
                 break
@@ -129,11 +131,14 @@ class CountFormulas:
                 continue
             except _Pinned as error:
                 note = step.notes[error.depth]
+                if error.is_behind:
+                    begin = self._pin(note, set(range(self.known_behind(note))), error.reason)
+                    continue
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
                 counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
-                begin = self._pin(note, counts or set(range(step.opened)), error.reason)
+                begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
             except Apart as error:
-                begin = self._pin(step.notes[begin], set(range(len(step.counts))), str(error))
+                begin = self._pin(step.notes[min(begin, len(step.notes) - 1)], set(range(len(step.counts))), str(error))
         for note in step.notes[new:]:
             note.is_fitted = True
 
@@ -145,7 +150,7 @@ class CountFormulas:
         if not counts:
             for later in step.notes[depth:]:
                 later.apart = reason
-            return len(step.notes)
+            return len(step.notes) + 1
         note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
         self.tried.pop(depth, None)
         self.opaque.discard(depth)
@@ -165,6 +170,10 @@ class CountFormulas:
         """How many counts are known before a call is made."""
         step = self._step
         return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
+
+    def known_behind(self, note: Note) -> int:
+        """How many counts are known once a call has been made."""
+        return max(self.known_before(note), note.counts.stop)
 
     def samples(self) -> list[tuple[int, ...]]:
         """Counts to make the path with.
@@ -260,6 +269,7 @@ class _Run:
     def make(self, note: Note) -> list[Tensor]:
         """Make the next call. Returns its results."""
         recording = self._recording
+        recording.below.seen = []
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))
             with recording.active():
@@ -276,9 +286,51 @@ class _Run:
                 recording.values.made[source] = made.requires_grad_(trained)
         recording.values.done = note.depth + 1
 
+    def backward(self, loss: Made) -> list[Tensor]:
+        """The backward pass of a loss. Returns all results in it."""
+        recording = self._recording
+        value, recording.below.seen = recording.values.of(loss), []
+        with self._step.beside(), recording.active(), torch.autograd.set_multithreading_enabled(False):
+            torch.autograd.grad(value, leaves_of([value]), allow_unused=True)
+        return [tensor for *_, out in recording.below.seen for tensor in tensors_in(out)]
+
+    def operators(self) -> tuple[list[Any], list[int]]:
+        """The operators of the last call or backward pass with where they got their operands, and all numbers."""
+        names, numbers, met = list[Any](), list[int](), dict[int, int]()
+        for func, args, kwargs, out in self._recording.below.seen or ():
+            operands = [met.setdefault(id(tensor), len(met)) for tensor in tensors_in((args, kwargs))]
+            made = tensors_in(out)
+            met.update((id(tensor), len(met) + i) for i, tensor in enumerate(made))
+            given = [leaf for _, leaf in leaves_by_place((args, kwargs)) if type(leaf) is int]
+            names.append((func, operands, [tensor.ndim for tensor in made], len(given)))
+            numbers += [*given, *(size for tensor in made for size in tensor.shape)]
+        return names, numbers
+
     def close(self) -> None:
         """End it."""
         self._recording.values.engine.close()
+
+
+class _Likeness:
+    """Tells whether what is done for some counts is what is done for the samples.
+
+    Args:
+        names: of operators, with where they get their operands; None if the samples are not alike.
+        numbers: in it: numbers, formulas, or None for what is not known.
+    """
+
+    def __init__(self, names: list[Any] | None, numbers: list[Formula | int | None]) -> None:
+        self._names, self._numbers = names, numbers
+        self.formulas = {number for number in numbers if isinstance(number, Formula)}
+
+    def of(self, run: _Run) -> Any:
+        """How far the last call, or backward pass, of a run is alike."""
+        names, numbers = run.operators()
+        if names != self._names:
+            return _OTHER_OPERATORS
+        wanted = [n if n is None else n.at(run.counts) if isinstance(n, Formula) else n for n in self._numbers]
+        are_like = all(want is None or want == number for want, number in zip(wanted, numbers, strict=True))
+        return _LIKE if are_like else _OTHER_SIZES
 
 
 class _Pass:
@@ -312,6 +364,7 @@ class _Pass:
         on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
         self._symbolic = _Run(step, on_symbols, mode)
         self._found: dict[int, _Found] = {}
+        self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
         self._calls: list[Note] = []
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
@@ -335,6 +388,9 @@ class _Pass:
                         if child is not note and child.seen and is_like(child, note)
                     ]
                 self._note(note)
+            loss = self._step.loss
+            if type(loss) is Made and (loss.depth >= self._begin or self._step.notes[loss.depth].behind is None):
+                self._backward(loss)
         except _Pinned as error:
             end = error.depth
             raise
@@ -348,6 +404,9 @@ class _Pass:
             for depth, found in self._found.items():
                 if depth < end:
                     self._keep(self._step.notes[depth], found)
+            if self._behind is not None and end:
+                note, conditions, note.behind = self._behind
+                note.conditions, note.take = [*note.conditions, *conditions], None
 
     def _keep(self, note: Note, found: _Found) -> None:
         if found.numbers:
@@ -373,7 +432,7 @@ class _Pass:
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
         is_opaque = depth in self._every.opaque
-        conditions = [] if is_opaque else self._conditions(call)
+        conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
         for size in sizes_in(numbers.values()):
             self._learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
@@ -387,7 +446,9 @@ class _Pass:
         self._calls.append(call)
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
         if is_opaque:
-            if any(got != want for got, want in zip(more, self._shapes(self._more, known), strict=True)):
+            likeness = self._likeness()
+            its = [run is not None and likeness.of(run) is not _LIKE for run in self._more]
+            if more != self._shapes(self._more, known) or any(its):
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
                 )
@@ -459,12 +520,17 @@ class _Pass:
         return found
 
     # ------------------------------------------------------------------ for which counts
-    def _conditions(self, call: Note) -> list[Condition]:
-        """What torch decides on counts in a call."""
-        before, symbols, depth = self._symbols.decisions, self._symbols, call.depth
+    def _conditions(self, depth: int, make: Callable[[], Sequence[Tensor]]) -> list[Condition]:
+        """What torch decides on counts in a call.
+
+        Args:
+            depth: of the call.
+            make: makes it with symbols.
+        """
+        before, symbols = self._symbols.decisions, self._symbols
         try:
             with private.symbols_as_numbers(by_python=self._every.by_python):
-                made = self._symbolic.make(call)
+                made = make()
             decided = symbols.decided(before)
             codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
             conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
@@ -505,6 +571,59 @@ class _Pass:
     def _renamed(self, code: str) -> Formula:
         """Python of symbols as Python of counts."""
         return Formula(code).with_names([f"s{i}" for i in self._open])
+
+    # ------------------------------------------------------------------ the backward pass
+    def _backward(self, loss: Made) -> None:
+        """Look at what torch decides in the backward pass of a loss; the optimizer meets no counts."""
+        every, step = self._every, self._step
+        depth, note = len(step.notes), step.notes[loss.depth]
+        try:
+            for run in self._runs:
+                run.backward(loss)
+        except Exception as error:
+            reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
+            raise _Pinned(loss.depth, reason, is_behind=True) from None
+        learned = set(every.formulas)
+        conditions = list[Condition]()
+        if depth not in every.opaque:
+            conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))
+        reason = f"the backward pass of {note.name} is another one for some numbers of rows or elements"
+        likeness = self._likeness()
+
+        def likeness_of(run: _Run) -> Any:
+            try:
+                run.backward(loss)
+            except Exception:
+                return _FAILED
+            return likeness.of(run)
+
+        if any(run is not None and likeness_of(run) is not _LIKE for run in self._more):
+            raise _Pinned(loss.depth, reason, is_behind=True)
+        # a sum of one row may be left out: that it is there does no harm
+        few = [run is not None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
+        if any(few):
+            least = max(i + 1 for i, is_another in enumerate(few) if is_another)
+            free = [i for i in self._open if i < every.known_behind(note)]
+            conditions += [Condition(Formula(f"s{i} >= {least}")) for i in free]
+        found = sorted(likeness.formulas | every.formulas.keys() - learned, key=str)
+        is_constant = _constant(found, [run.counts for run in self._runs], pins_of(step.notes))
+        if is_constant or not all(condition.holds(step.counts) for condition in conditions):
+            raise _Pinned(loss.depth, reason, is_behind=True)
+        self._behind = note, conditions, found
+
+    def _likeness(self) -> _Likeness:
+        """What the samples have done last."""
+        (names, *numbers), *others = [run.operators() for run in self._runs]
+        is_one = all(other == names for other, _ in others)
+        numbers += [other for _, other in others]
+        return _Likeness(names if is_one else None, [self._formula(n) for n in zip(*numbers, strict=is_one)])
+
+    def _formula(self, values: tuple[int, ...]) -> Formula | int | None:
+        """A size in all samples; None: it is none that is known."""
+        try:
+            return values[0] if len(set(values)) == 1 else self._fits.formula(values)
+        except Apart:
+            return None
 
     # ------------------------------------------------------------------ numbers of Python's
     def _choices(self, note: Note) -> list[dict[Place, Any]]:

@@ -124,9 +124,10 @@ def sizes_in(leaves: Iterable[Any]) -> Iterator[Size]:
 
 
 def formulas_of(notes: Iterable[Note]) -> Iterator[Formula]:
-    """The formulas of numbers and of sizes on a path."""
+    """The formulas of numbers and of sizes on a path, and in the backward passes of its losses."""
     for note in notes:
         yield from (size.formula for size in sizes_in(formulas_in(note).values()))
+        yield from note.behind or ()
         sizes = [number for spec in note.open or () for number in (*spec.shape, *spec.stride)]
         yield from (number for number in sizes if isinstance(number, Formula))
 

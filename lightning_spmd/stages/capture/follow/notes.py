@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Condition, Size
+from lightning_spmd.ir.sizes import Condition, Formula, Size
 from lightning_spmd.ir.stable_hash import stable_hash
 
 
@@ -227,6 +227,7 @@ class Note:
         open: specs of its results with formulas of counts; None if they are the same for all of them.
         pins: counts for which alone it is this call, with others it is another one.
         conditions: on counts, without which it is another call.
+        behind: if it gives a loss and its backward pass has been looked at, the sizes in that that follow from counts.
         ties: counts that are taken for the same as one before them, with that one.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
         writes: into whose memory it writes.
@@ -280,6 +281,7 @@ class Note:
     open: list[TensorSpec] | None = None
     pins: dict[int, int] = field(default_factory=dict[int, int])
     conditions: Sequence[Condition] = ()
+    behind: Sequence[Formula] | None = None
     ties: dict[int, int] = field(default_factory=dict[int, int])
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
     writes: frozenset[Source] = frozenset()

@@ -135,13 +135,18 @@ class Recording:
 
 
 class _FakeBelow(private.TorchDispatchMode):
-    """Performs calls on fake tensors, with known results where possible; counts them."""
+    """Performs calls on fake tensors, with known results where possible; counts them.
+
+    Attributes:
+        seen: operators with their arguments and results, if somebody wants to know.
+    """
 
     def __init__(self, mode: Any) -> None:
         super().__init__()
         self._calls = FakeCalls(mode)
         self.count = self.draws = self.checks = 0
         self.written = list[Tensor]()
+        self.seen: list[tuple[Any, Any, Any, Any]] | None = None
         self._known, self._held = KnownValues(), list[Tensor]()
         self.asked: Tensor | None = None  # for its value
         self.sized = FormsOnFakes(lambda func, *args, **kwargs: self._calls.make(func, args, kwargs))
@@ -161,6 +166,8 @@ class _FakeBelow(private.TorchDispatchMode):
         form = self.sized.forms.form_of(func, args, kwargs)
         out = self._calls.make(func, args, kwargs) if form is None else form()
         check_dtypes(func, args, kwargs)
+        if self.seen is not None:
+            self.seen.append((func, args, kwargs, out))
         if isinstance(out, Tensor) and out.ndim == 0 and out.device.type == "cpu":
             entries = flat(args, kwargs)
             if not any(isinstance(entry, (torch.SymInt, torch.SymFloat, torch.SymBool)) for entry in entries):

@@ -984,7 +984,8 @@ class Step(StepState, TorchFunctionMode):
         free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
         self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
         if self.has_counts:
-            if not all(note.is_fitted for note in self.notes):
+            loss = self.notes[self.loss.depth] if isinstance(self.loss, Made) else None
+            if not all(note.is_fitted for note in self.notes) or (loss is not None and loss.behind is None):
                 CountFormulas(self).find()
             if self.tree is not None and self.at is not None:
                 self.tree.counted(self.notes, self.path, self.at)

@@ -85,6 +85,7 @@ class StepState:
         held: arguments of calls that are to be compiled or have numbers that differ in other steps, by depth.
         outside: tensors that the step did not make, in the order in which it met them.
         known_numbers: the numbers of calls that differ from step to step, by depth and place, once Python is done.
+        loss: what Python returned for a backward pass in which none of its own runs.
         counts: the sizes of the batch that vary, and the data-dependent sizes of results in the order in which Python
             got them.
         opened: how many of them are sizes of the batch.
@@ -181,6 +182,7 @@ class StepState:
         # a parameter that a hook has put into the batch is none of the batch's
         self.sources: dict[int, Source] = {id(t): Given(i) for i, t in enumerate(given) if not is_trained(t)}
         self.known_numbers: dict[tuple[int, Place], Any] | None = None
+        self.loss: Source | None = None
         self.layers: Any = None
         self._names: dict[int, str] | None = None
 
