@@ -110,6 +110,7 @@ class Result:
         optimizer_state: the optimizer's ``state`` and numbers of its groups, flat, by name.
         captures: graphs built, 0 without our strategy.
         mode: of our strategy.
+        eager_steps: steps of our strategy that no graph ran.
         warnings: texts of the warnings.
     """
 
@@ -121,6 +122,7 @@ class Result:
     optimizer_state: dict[str, Any] = field(default_factory=dict)
     captures: int = 0
     mode: str = ""
+    eager_steps: int = 0
     warnings: list[str] = field(default_factory=list)
 
 
@@ -155,6 +157,8 @@ class Recorder(L.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.result.losses.append(float(outputs["loss"]) if "loss" in outputs else math.inf)
         self.result.logged.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+        accounts = getattr(trainer.strategy, "accounts", None)
+        self.result.eager_steps += accounts is not None and accounts.ran.executable is None
 
 
 class InOrder(L.LightningDataModule):

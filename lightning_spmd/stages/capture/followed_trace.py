@@ -287,7 +287,15 @@ class FollowedTrace:
 
     def _hand_over(self, note: Note) -> None:
         """Record a read: the graph hands values to Python."""
-        self._hands(note, [t.detach() for t in tensors_in(self._values.arguments(note, {}))], None)
+        tensors = [t.detach() for t in tensors_in(self._values.arguments(note, {}))]
+        self._hands(note, tensors, self._handed_counts(note, ()) if note.counts else None)
+
+    def _handed_counts(self, note: Note, parts: Sequence[int]) -> HandedCounts:
+        counts, live, place = self.program.counts, self.program.live, note.counts
+        if counts is None:
+            raise ValueError("a program without counts has a call that counts")
+        told = lambda: live.counts[place.start : place.stop]  # noqa: E731
+        return HandedCounts(counts, place.start, len(place), told, note.source, parts)
 
     def _hands(self, note: Note, tensors: Sequence[Tensor], counts: HandedCounts | None) -> None:
         """Hand values to Python, and make inputs of the numbers that it computed with them."""
@@ -310,11 +318,9 @@ class FollowedTrace:
         note, program = self._note, self.program
         if note is None or program.counts is None or len(tensors) != len(note.counts):
             raise CaptureError("a tensor with a data-dependent size is created where its size cannot be read")
-        live, place = program.live, note.counts
-        told = lambda: live.counts[place.start : place.stop]  # noqa: E731
-        number = program.counts.length
+        live, place, number = program.live, note.counts, program.counts.length
         parts = () if program.at is None else program.at[number + place.start : number + place.stop]
-        self._hands(note, tensors, HandedCounts(program.counts, place.start, len(place), told, note.source, parts))
+        self._hands(note, tensors, self._handed_counts(note, parts))
         return list((live.counts if program.at is None else program.at)[place.start : place.stop])
 
     # ------------------------------------------------------------------ the forward part

@@ -305,7 +305,7 @@ class SingularBehindOthers(Singular):
 
 
 class SingularNowAndThen(Singular):
-    """Steps that log less are beginnings of others, and the loss is now one and now another result of the same calls."""
+    """Steps that log less are beginnings of others, and the loss is now one and now another of the same results."""
 
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         plain = self(x).mean()

@@ -8,6 +8,7 @@ values. What torch decided with symbols says for which counts all that holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +24,12 @@ from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.counts import (
     compiled_specs,
     counts_in,
+    equal,
     formulas_of,
     pins_of,
     sizes_in,
     specs_for,
+    ties_of,
 )
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
@@ -98,6 +101,7 @@ class CountFormulas:
     Attributes:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
+        ties: counts that must be equal to one before them, by depth.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart.
         opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
@@ -107,10 +111,10 @@ class CountFormulas:
         self._step = step
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
+        self.ties: dict[int, dict[int, int]] = {}
         self.by_python = False
         self.opaque: set[int] = set()
         self.formulas: dict[Formula, None] = {}
-        self.ties = self._ties()
 
     def find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
@@ -121,8 +125,8 @@ class CountFormulas:
         new = begin = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
-        if self.ties and new < len(step.notes):
-            step.notes[new].ties = self.ties
+        if new < len(step.notes) and (ties := self._ties()):
+            step.notes[new].ties = {**ties, **step.notes[new].ties}
         while begin <= len(step.notes):
             try:
                 _Pass(self, step, begin, new).run()
@@ -145,8 +149,9 @@ class CountFormulas:
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
         step, depth = self._step, note.depth
-        tied = {i for i, first in self.ties.items() if first in counts or i in counts}
-        counts = (counts | tied | {self.ties[i] for i in tied}) - pins_of(step.notes).keys()
+        ties = self.all_ties()
+        tied = {i for i, first in ties.items() if first in counts or i in counts}
+        counts = (counts | tied | {ties[i] for i in tied}) - pins_of(step.notes).keys()
         if not counts:
             for later in step.notes[depth:]:
                 later.apart = reason
@@ -166,6 +171,13 @@ class CountFormulas:
         columns = list(zip(*rows, strict=True))
         return {i: columns.index(column) for i, column in enumerate(columns) if columns.index(column) < i}
 
+    def all_ties(self) -> dict[int, int]:
+        """The counts that are equal to one before them, with that one."""
+        found = ties_of(self._step.notes)
+        for ties in self.ties.values():
+            found |= ties
+        return found
+
     def known_before(self, note: Note) -> int:
         """How many counts are known before a call is made."""
         step = self._step
@@ -181,7 +193,8 @@ class CountFormulas:
         Raises:
             Apart: there are hardly any that are treated alike.
         """
-        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions, self.formulas)
+        ties = self.all_ties()
+        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions, self.formulas, ties)
 
 
 def samples_of_path(
@@ -190,6 +203,7 @@ def samples_of_path(
     pins: Mapping[int, int],
     more: Mapping[int, Sequence[Condition]] | None = None,
     more_formulas: Iterable[Formula] = (),
+    ties: Mapping[int, int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -199,6 +213,7 @@ def samples_of_path(
         pins: those that are the same in all of them, beside those for which alone there is the path.
         more: further conditions.
         more_formulas: that are to be told apart as well.
+        ties: counts that are equal to one before them, if not those of the path alone.
 
     Raises:
         Apart: there are hardly any.
@@ -207,7 +222,7 @@ def samples_of_path(
     conditions += [condition for some in (more or {}).values() for condition in some]
     codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
     conditions += map(Condition, map(Formula, codes))
-    ties = {i: first for note in notes for i, first in note.ties.items()}
+    ties = ties_of(notes) if ties is None else ties
     pins = {**pins, **pins_of(notes)}
     formulas = list(dict.fromkeys(formulas_of(notes)))
     best: tuple[int, list[tuple[int, ...]]] | None = None
@@ -232,6 +247,12 @@ def _constant(formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pin
         if formula.names() - pins.keys() and len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1:
             return formula
     return None
+
+
+def _tie(condition: Condition) -> tuple[int, int] | None:
+    """(a count, one before it) that must be equal, if it is that which a condition says."""
+    found = re.fullmatch(r"s(\d+) == s(\d+)", condition.formula.code)
+    return None if found is None else (max(map(int, found.groups())), min(map(int, found.groups())))
 
 
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
@@ -346,7 +367,7 @@ class _Pass:
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
         self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
         number, pins = len(step.counts), pins_of(step.notes)
-        tied = {i: first for note in step.notes for i, first in note.ties.items()}
+        tied = every.all_ties()
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples)
         self._runs = [_Run(step, sample) for sample in samples]
@@ -406,7 +427,9 @@ class _Pass:
                     self._keep(self._step.notes[depth], found)
             if self._behind is not None and end:
                 note, conditions, note.behind = self._behind
-                note.conditions, note.take = [*note.conditions, *conditions], None
+                ties = self._every.ties.get(len(self._step.notes), {})
+                note.ties, note.take = {**note.ties, **ties}, None
+                note.conditions = [*note.conditions, *map(equal, ties.items()), *conditions]
 
     def _keep(self, note: Note, found: _Found) -> None:
         if found.numbers:
@@ -416,8 +439,8 @@ class _Pass:
         if found.specs is not None:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
-        tied = [Condition(Formula(f"s{i} == s{first}")) for i, first in note.ties.items()]
-        note.is_fitted, note.conditions = True, [*tied, *found.conditions]
+        note.ties = {**note.ties, **self._every.ties.get(note.depth, {})}
+        note.is_fitted, note.conditions = True, [*map(equal, note.ties.items()), *found.conditions]
 
     def _note(self, note: Note) -> None:
         depth = note.depth
@@ -426,13 +449,13 @@ class _Pass:
         numbers = choices[min(self._every.tried.get(depth, 0), len(choices) - 1)]
         args, kwargs = with_numbers((note.args, note.kwargs), numbers)
         call = note.with_arguments(args, kwargs)
+        is_opaque = depth in self._every.opaque
+        conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
         try:
             made = [run.make(call) for run in self._runs]
         except Exception as error:
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
-        is_opaque = depth in self._every.opaque
-        conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
         for size in sizes_in(numbers.values()):
             self._learn(size.formula)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
@@ -497,6 +520,7 @@ class _Pass:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
         self._every.opaque.discard(depth)
+        self._every.ties.pop(depth, None)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
     def _shapes(self, runs: Sequence[_Run | None], specs: Sequence[TensorSpec]) -> list[Any]:
@@ -546,6 +570,10 @@ class _Pass:
         for code in filter(None, codes):
             if "math." not in code and "torch." not in code:  # what graphs can compute
                 self._learn(self._renamed(code))
+        ties = dict(filter(None, map(_tie, conditions)))
+        if ties.keys() - self._every.all_ties().keys():
+            self._every.ties[depth] = {**self._every.ties.get(depth, {}), **ties}
+            raise _Again
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
@@ -563,7 +591,7 @@ class _Pass:
             return
         self._every.formulas[formula] = None
         notes = self._step.notes
-        ties = {i: first for note in notes for i, first in note.ties.items()}
+        ties = self._every.all_ties()
         if not told_apart(self._every.formulas, [run.counts for run in self._runs], pins_of(notes), ties):
             raise _Again
         self._fits.learn(formula)
@@ -657,11 +685,12 @@ class _Pass:
                     column.append(with_sizes(leaves[place], seen))
         found: dict[Place, Any] = {}
         for place, column in columns.items():
+            codes = [*pool, *(str(size.formula) for size in sizes_in(found.values()))]
             if type(column[0]) is torch.Size:
-                parts = [self._fitted(part, points, pool, guess) for part in zip(*column, strict=True)]
+                parts = [self._fitted(part, points, codes, guess) for part in zip(*column, strict=True)]
                 if any(type(part) is Size for part in parts):
                     found[place] = torch.Size(parts)
-            elif type(number := self._fitted(column, points, pool, guess)) is Size:
+            elif type(number := self._fitted(column, points, codes, guess)) is Size:
                 found[place] = number
         return found
 
@@ -675,6 +704,10 @@ class _Pass:
             tables = {code: [Formula(code).at(point) for point in points] for code in pool}
             for formula in candidates(tables, column):
                 return Size(number, formula, counts)
+            for code, table in tables.items():  # another branch of ``max(1, n)``
+                alike = {seen for seen, known in zip(column, table, strict=True) if seen == known}
+                if table[0] == number and len(alike) > 1:
+                    return Size(number, Formula(code), counts)
         if number > 1 and (varies or len(set(points)) == 1):  # what varies otherwise may do so behind a decision
             for code in guess:
                 if Formula(code).at(points[0]) == number:

@@ -111,6 +111,17 @@ def pins_of(notes: Iterable[Note]) -> dict[int, int]:
     return {i: count for note in notes for i, count in note.pins.items()}
 
 
+def equal(tie: tuple[int, int]) -> Condition:
+    """The condition that two counts are equal."""
+    one, other = tie
+    return Condition(Formula(f"s{one} == s{other}"))
+
+
+def ties_of(notes: Iterable[Note]) -> dict[int, int]:
+    """The counts that are equal to one before them in all steps on a path, with that one."""
+    return {i: first for note in notes for i, first in note.ties.items()}
+
+
 def may_have(counts: Sequence[int], pins: Mapping[int, int], conditions: Iterable[Condition]) -> bool:
     """Whether the counts of a step, as far as they are known, are those that are required."""
     are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())

@@ -48,6 +48,8 @@ class Follower:
         """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
         self.refused: set[tuple[Any, ...]] = set()
         """Functions with the types of arguments for which Python is to ask the other side (``tensor == None``)."""
+        self.sizes_at: set[str] = set()
+        """``file:line`` of reads whose whole numbers may decide sizes."""
         self.holders = Holders(names)
         self.wrapped = Wrapped()
         self.bound: dict[tuple[int, int], Tensor] = {}

@@ -192,6 +192,7 @@ class Note:
 
     Attributes:
         number: its own, in this process.
+        is_whole: it is a read that gives a whole number.
         mark: a hash of the path from the beginning to here, the same on all ranks that take it.
         free: places of numbers that differ from step to step.
         plain: places of numbers that decide whether masks are the same; another number is another call.
@@ -216,7 +217,7 @@ class Note:
         fakes_at: those of ``fakes``.
         now: numbers among its arguments that follow from sizes, as they are now.
         seen: some of the sizes of steps that called it.
-        counts: which of the path's counts are read by this call, because its results are as large.
+        counts: the path's counts that this call reads: as large as its results, or what it reads.
         slot: which of its operators asks for them (``DataSizes.slot``).
         spare: moulds and placeholders of other counts.
         sizes: gives shape and strides of its results from the counts of a step, if they depend on them.
@@ -244,6 +245,7 @@ class Note:
     module: str = ""
     source: str = ""
     number: int = field(default_factory=_numbers.__next__)
+    is_whole: bool = False
     mark: int = 0
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])

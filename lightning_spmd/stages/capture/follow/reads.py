@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.stages.capture.follow.copies import Copies
+from lightning_spmd.stages.capture.follow.counts import may_have
 from lightning_spmd.stages.capture.follow.matching import numbers_that_differ
 from lightning_spmd.stages.capture.follow.memory import ARRAYS
 from lightning_spmd.stages.capture.follow.notes import Made, Note, Source, mapped, sources_in, tensors_in
@@ -61,44 +62,86 @@ class Reads:
         source = step.sources.get(id(args[0])) if args else None
         fake = self._recorder.fake_of(source) if type(source) is Made and func in _TEXTS else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
+        given_args, given_kwargs, number = args, kwargs, None
         try:
             step.take(self._read_note(func, args, kwargs), args, kwargs)
-            args, kwargs = self._true((args, kwargs), writable=func is private.reduced or is_array)  # memory is kept
+            values = self._values()
+            if values is not None and len(values) == 1 and type(values[0]) is int:
+                number = values[0]
+            else:
+                writable = func is private.reduced or is_array  # memory is kept
+                args, kwargs = self._copies.with_values((args, kwargs), values, writable=writable)
         except CannotBeFollowed as error:
             step.eagerly(str(error))
         is_alone = self._take_out()
         if is_array and not (is_alone or step.is_eager or args[0].is_complex()):
             return step.memory.array_of_copy(source, args[0], args[1:], kwargs)
         with step.beside():
-            found = func(*args, **kwargs)
+            found = func(*args, **kwargs) if number is None else number
+        if type(found) is int and not (is_alone or step.is_eager):
+            self._count(found, func, given_args, given_kwargs)
         if func in _TEXTS and history is not None and not step.is_eager:
-            found = found.replace("requires_grad=True", f"grad_fn=<{history}>")
+            found = str(found).replace("requires_grad=True", f"grad_fn=<{history}>")
         return found
 
-    def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
+    def _known(self, func: Any, args: Any, kwargs: Any) -> Iterator[Note]:
+        """The notes of this read, the likeliest first."""
         step = self._step
         for note in reversed(step.here.children):
             if not (note.at is step.at or moved(note, step.at)):
                 continue
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, step) == {}:
-                return note
+                yield note
+
+    def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:
+        known = next(self._known(func, args, kwargs), None)
+        return known or self._new(func, args, kwargs, len(self._step.outside))
+
+    def _new(self, func: Any, args: Any, kwargs: Any, known: int) -> Note:
+        step = self._step
         if step.knows_too_many() and not step.must_be_graph:
             raise CannotBeFollowed(f"{getattr(func, '__name__', func)} reads something else in every step")
-        known = len(step.outside)
         note = Note(len(step.notes), func, mapped(step.noted, args), mapped(step.noted, kwargs), reads=True)
         self._recorder.complete(note, known)
         note.marked(step.here)
         step.here.children.append(note)
         return note
 
-    def _true(self, value: Any, *, writable: bool = False) -> Any:
-        """A structure with the values of tensors in place of placeholders."""
+    def decide_sizes(self) -> None:
+        """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on."""
+        self._step.follower.sizes_at.update(note.source for note in self._step.notes if note.is_whole)
+
+    def _count(self, number: int, func: Any, args: Any, kwargs: Any) -> None:
+        """Python has read a whole number, which is a count if sizes may depend on it."""
+        step, note = self._step, self._step.notes[-1]
+        note.is_whole = True
+        counts = number >= 0 and note.source in step.follower.sizes_at  # what is said of sizes is true of no others
+        if not (counts or note.counts):
+            return
+        position = len(step.counts)
+        step.counts += [number] * counts
+        if bool(note.counts) is counts and may_have(step.counts, note.pins, note.conditions):
+            return
+        step.cut(note.depth)
+        del step.held[note.depth]
+        for other in self._known(func, args, kwargs):
+            if bool(other.counts) is counts and may_have(step.counts, other.pins, other.conditions):
+                break
+        else:
+            other = self._new(func, args, kwargs, len(step.outside))
+            other.met, other.is_whole = note.met, True
+            if counts:
+                other.counts = range(position, position + 1)
+        step.take(other, args, kwargs)
+
+    def _values(self) -> Sequence[Any] | None:
+        """What a graph gives Python now; None if none does."""
         step = self._step
         self._generator.watch()
         with step.beside():
             given = step.on_read()
         step.was_told_draws = step.was_told_draws or any(note.draws for note in step.notes)
-        return self._copies.with_values(value, given, writable=writable)
+        return given
 
     def asks_for_values(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call that reads values, and may compute beside."""

@@ -523,6 +523,13 @@ def candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterab
             differences = {v - k for v, k in zip(column, table, strict=True)}
             if len(differences) == 1:
                 yield Formula(f"({code}) + {differences.pop()}")
+        for code, table in some.items():
+            sums = {v + k for v, k in zip(column, table, strict=True)}
+            if len(sums) == 1:
+                yield Formula(f"{sums.pop()} - ({code})")
+    for a, b in pairs:
+        if all(x - y == v for v, x, y in zip(column, known[a], known[b], strict=True)):
+            yield Formula(f"({a}) - ({b})")
     for code, table in known.items():
         if (line := _line(table, column)) is not None:
             yield Formula(f"({code}) * {line[0]} + {line[1]}")

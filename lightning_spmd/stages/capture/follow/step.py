@@ -647,7 +647,7 @@ class Step(StepState, TorchFunctionMode):
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
-        known = len(self.outside)
+        known, sizes_differ = len(self.outside), False
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads or not self.data_counts.may_be(note):
                 continue
@@ -662,7 +662,10 @@ class Step(StepState, TorchFunctionMode):
                     note.take = never if note.anew else None
                     note.anew = True
                 return self.take(note, args, kwargs)
+            sizes_differ = sizes_differ or bool(found)
             self.recorder.unmet(known)
+        if sizes_differ:
+            self.reads.decide_sizes()
         if self.generator.watch():
             return self.called(func, args, kwargs)
         if self.knows_too_many() and not self.must_be_graph:
@@ -778,9 +781,10 @@ class Step(StepState, TorchFunctionMode):
             return self.for_good(note.func, args, kwargs)
         if note.draws and not self.generator.may_draw():
             return self.called(note.func, args, kwargs)
-        if note.counts and self.memory.look():
+        counts = bool(note.counts) and not note.reads  # where Python reads it has been looked, and is counted behind
+        if counts and self.memory.look():
             return self.for_good(note.func, args, kwargs)
-        if note.counts and self.generator.watch():
+        if counts and self.generator.watch():
             return self.called(note.func, args, kwargs)
         if note.met and max(note.met) >= len(self.outside):
             for tensor in tensors_in((args, kwargs)):
@@ -790,7 +794,7 @@ class Step(StepState, TorchFunctionMode):
         if note.counts or self.counts:
             before, self.here, known_counts = self.here, note, len(self.counts)
             try:
-                if note.counts:
+                if counts:
                     self.data_counts.count(note, args, kwargs)
                 self.data_counts.fit(note)
             except CannotBeFollowed as error:

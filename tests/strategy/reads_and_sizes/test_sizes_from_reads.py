@@ -1,0 +1,115 @@
+"""A whole number that Python reads becomes the size of something: one graph does for all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
+from tests.strategy.small import run
+
+
+class Longest(Counting):
+    """Speech: as long as the longest says, which ``item`` reads."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = (x[:, 1].abs() * 40).long() + 1
+        longest = lengths.max().item()
+        places = torch.arange(longest)
+        is_there = places[None] < lengths[:, None]
+        hidden = self.wide(x)[:, None] * self.embedding(places)[None]
+        return (hidden * is_there[..., None]).square().sum() / is_there.sum()
+
+
+class CutToLongest(Counting):
+    """The same, and what is longer is cut."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = (x[:, 1].abs() * 40).long() + 1
+        longest = int(lengths.max())
+        hidden = self.embedding.weight[None, :longest] * self.wide(x)[:, None]
+        is_there = torch.arange(longest)[None] < lengths[:, None]
+        return (hidden * is_there[..., None]).sum() / is_there.sum()
+
+
+class Hardest(Counting):
+    """As many of the hardest rows as there are positive ones, one at least."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = int(mask.sum())
+        return F.cross_entropy(self(x), y, reduction="none").topk(max(1, number))[0].mean()
+
+
+class BesideChosen(Counting):
+    """The read number and that of the chosen rows are the same."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = int(mask.sum())
+        return (self.wide(x[mask]) + self.embedding(torch.arange(number))).square().sum() / 50
+
+
+class Signed(Counting):
+    """What is read may be negative, and means something else then."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        few = int((y.sum() - x.shape[0]).clamp(-2, 30))
+        return self.wide(x[:few]).square().sum() / 50 + self(x).mean()
+
+
+class Half(Counting):
+    """Computed with in Python."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = int(mask.sum())
+        first, rest = self.wide(x).split([number // 2, len(x) - number // 2])
+        return first.square().sum() / 50 + rest.abs().sum() / 50
+
+
+class Rounds(Counting):
+    """How often something is done, and how large it is."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        rounds = int(y[:2].sum())
+        found = self.wide(x)
+        for _ in range(rounds):
+            found = torch.tanh(self.wide(found))
+        return F.pad(found, (0, rounds)).square().mean()
+
+
+class OftenRead(Counting):
+    """Many are read; some of them are sizes."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        numbers = [int((x[:, i] > 0).sum()) for i in range(6)]
+        found = self.wide(x)
+        return sum((found[:n].square().sum() * (i + 1) for i, n in enumerate(numbers[:2])), self(x).mean()) / 50
+
+
+ALL = (Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_one_graph_for_all_numbers(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(60, 61))
+    assert_compiled(ours)
+    assert (ours.captures <= 10, ours.eager_steps) == (True, 0)
+    assert_bitwise(ours, train(make, "auto", range(60, 61)))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_batches_of_all_sizes(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(48, 67))
+    assert_compiled(ours)
+    assert ours.eager_steps <= 2
+    assert_bitwise(ours, train(make, "auto", range(48, 67)))
+
+
+@pytest.mark.parametrize("make", [Longest, CutToLongest, Hardest, BesideChosen, Half])
+def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)
+    assert_compiled(ours[0])
+    assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=3))
