@@ -497,7 +497,18 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_evaluation_reads_in_pieces",
         "test_the_first_step_captures_nothing_once_for_each_read",
     ),
+    "tests/strategy/reads_and_sizes/test_sizes_from_reads.py": (
+        "batches_of_all_sizes[Longest]",
+        "batches_of_all_sizes[BesideChosen]",
+        "batches_of_all_sizes[Signed]",
+        "batches_of_all_sizes[Rounds]",
+        "batches_of_all_sizes[OftenRead]",
+        "all_ranks[CutToLongest]",
+        "all_ranks[Half]",
+    ),
     "tests/strategy/reads_and_sizes/test_numbers_of_counts.py": (
+        "backward_pass[SingularByHand]",
+        "test_torch_decides_on_counts_and_sizes_in_the_backward_pass",
         "test_one_graph_for_all_counts[Positions]",
         "test_one_graph_for_all_counts[Padded]",
         "test_one_graph_for_all_counts[Halves]",
