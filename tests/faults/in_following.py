@@ -7,6 +7,7 @@ from tests.faults.mutant import CAPTURE, FOLLOWED, Mutant
 FOLLOW = "stages/capture/follow"
 COUNTS = "tests/strategy/reads_and_sizes/test_followed_counts.py"
 NUMBERS_OF_COUNTS = "tests/strategy/reads_and_sizes/test_numbers_of_counts.py"
+READ_SIZES = "tests/strategy/reads_and_sizes/test_sizes_from_reads.py"
 SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
 KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
@@ -308,5 +309,46 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         'shows = self.show_strides and spec.device.type == "cpu"',
         "shows = False",
         ("tests/strategy/following/test_transforms.py",),
+    ),
+    # ------------------------------------------------------------------ counts in backward passes and reads
+    Mutant(
+        "what torch decides on counts in the backward pass of the loss is not asked",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))",
+        "pass",
+        (f"{NUMBERS_OF_COUNTS}::test_torch_decides_on_counts_in_the_backward_pass",),
+    ),
+    Mutant(
+        "calls that do not run on symbols are compared by the sizes of their results alone",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "its = [run is not None and likeness.of(run) is not _LIKE for run in self._more]",
+        "its = [False]",
+        (f"{NUMBERS_OF_COUNTS}::test_torch_decides_on_counts_in_the_backward_pass",),
+    ),
+    Mutant(
+        "a negative number that is read is a size like others",
+        CAPTURE,
+        f"{FOLLOW}/reads.py",
+        "counts = number >= 0 and note.source in step.follower.sizes_at",
+        "counts = note.source in step.follower.sizes_at",
+        (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
+    ),
+    Mutant(
+        "a number that is read never becomes a count",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "            self.reads.decide_sizes()\n",
+        "            pass\n",
+        (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
+    ),
+    Mutant(
+        "counts that must be equal are not tied",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "if ties.keys() - self._every.all_ties().keys():",
+        "if False:",
+        (f"{READ_SIZES}::test_batches_of_all_sizes",),
     ),
 )
