@@ -48,8 +48,8 @@ class BesideChosen(Counting):
     """The read number and that of the chosen rows are the same."""
 
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        number = int(mask.sum())
-        return (self.wide(x[mask]) + self.embedding(torch.arange(number))).square().sum() / 50
+        places = self.embedding(torch.arange(int(mask.sum())))
+        return (self.wide(x[mask]) + places).square().sum() / 50
 
 
 class Signed(Counting):
