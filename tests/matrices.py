@@ -502,6 +502,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "batches_of_all_sizes[CutToLongest]",
         "batches_of_all_sizes[Signed]",
         "batches_of_all_sizes[Rounds]",
+        "batches_of_all_sizes[Dropped]",
         "batches_of_all_sizes[OftenRead]",
         "all_ranks[CutToLongest]",
         "all_ranks[Half]",

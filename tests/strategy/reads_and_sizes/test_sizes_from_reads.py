@@ -89,7 +89,15 @@ class OftenRead(Counting):
         return sum((found[:n].square().sum() * (i + 1) for i, n in enumerate(numbers[:2])), self(x).mean()) / 50
 
 
-ALL = (Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead)
+class Dropped(Counting):
+    """Random numbers before the read and behind it."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        before = F.dropout(self.wide(x), 0.5)
+        return F.dropout(F.pad(before, (0, int(mask.sum()))), 0.5).square().mean()
+
+
+ALL = (Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead, Dropped)
 
 
 @pytest.mark.parametrize("make", ALL)

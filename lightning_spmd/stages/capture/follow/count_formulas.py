@@ -8,6 +8,7 @@ values. What torch decided with symbols says for which counts all that holds.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -317,11 +318,11 @@ class _Run:
 
     def operators(self) -> tuple[list[Any], list[int]]:
         """The operators of the last call or backward pass with where they got their operands, and all numbers."""
-        names, numbers, met = list[Any](), list[int](), dict[int, int]()
+        names, numbers, met, number = list[Any](), list[int](), dict[int, int](), itertools.count()
         for func, args, kwargs, out in self._recording.below.seen or ():
-            operands = [met.setdefault(id(tensor), len(met)) for tensor in tensors_in((args, kwargs))]
+            operands = [met.setdefault(id(tensor), next(number, 0)) for tensor in tensors_in((args, kwargs))]
             made = tensors_in(out)
-            met.update((id(tensor), len(met) + i) for i, tensor in enumerate(made))
+            met |= zip(map(id, made), number, strict=False)
             given = [leaf for _, leaf in leaves_by_place((args, kwargs)) if type(leaf) is int]
             names.append((func, operands, [tensor.ndim for tensor in made], len(given)))
             numbers += [*given, *(size for tensor in made for size in tensor.shape)]

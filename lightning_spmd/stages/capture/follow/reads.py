@@ -68,6 +68,7 @@ class Reads:
             values = self._values()
             if values is not None and len(values) == 1 and type(values[0]) is int:
                 number = values[0]
+                self._generator.look()  # the graph that gives it may have drawn
             else:
                 writable = func is private.reduced or is_array  # memory is kept
                 args, kwargs = self._copies.with_values((args, kwargs), values, writable=writable)
@@ -124,14 +125,17 @@ class Reads:
             return
         step.cut(note.depth)
         del step.held[note.depth]
-        for other in self._known(func, args, kwargs):
-            if bool(other.counts) is counts and may_have(step.counts, other.pins, other.conditions):
-                break
-        else:
-            other = self._new(func, args, kwargs, len(step.outside))
+        known = self._known(func, args, kwargs)
+        alike = (n for n in known if bool(n.counts) is counts and may_have(step.counts, n.pins, n.conditions))
+        if (other := next(alike, None)) is None:
+            try:
+                other = self._new(func, args, kwargs, len(step.outside))
+            except CannotBeFollowed as error:
+                del step.counts[position:]
+                step.eagerly(str(error))
+                return
             other.met, other.is_whole = note.met, True
-            if counts:
-                other.counts = range(position, position + 1)
+            other.counts = range(position, len(step.counts))
         step.take(other, args, kwargs)
 
     def _values(self) -> Sequence[Any] | None:
