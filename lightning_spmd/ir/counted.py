@@ -197,12 +197,13 @@ class CountFits(Fits):
         return by_addition
 
     def _of_two(self, values: tuple[int, ...]) -> Formula | None:
-        for i, one in enumerate(self._columns):
-            for j, other in enumerate(self._columns[i:], i):
-                product = tuple(a * b for a, b in zip(one, other, strict=True))
-                found = _linear(values, product, f"s{i} * s{j}")
-                if found is not None:
-                    return found[0]
+        known = [(column, f"s{i}") for i, column in enumerate(self._columns)]
+        known += [(column, f"({formula})") for column, formula in self._learned.items() if all(column)]
+        for (one, code), (other, its) in itertools.combinations_with_replacement(known, 2):
+            product = tuple(a * b for a, b in zip(one, other, strict=True))
+            found = _linear(values, product, f"{code} * {its}")
+            if found is not None:
+                return found[0]
         return None
 
     def _of_a_sum(self, values: tuple[int, ...]) -> Formula | None:

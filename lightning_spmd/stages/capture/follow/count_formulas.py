@@ -103,6 +103,7 @@ class CountFormulas:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
         ties: counts that must be equal to one before them, by depth.
+        skips: calls before the first count are taken for made.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart.
         opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
@@ -113,7 +114,7 @@ class CountFormulas:
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
         self.ties: dict[int, dict[int, int]] = {}
-        self.by_python = False
+        self.skips, self.by_python = not step.opened, False
         self.opaque: set[int] = set()
         self.formulas: dict[Formula, None] = {}
 
@@ -158,6 +159,8 @@ class CountFormulas:
                 later.apart = reason
             return len(step.notes) + 1
         note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
+        for read in (before for before in step.notes[: depth + 1] if before.reads and counts & set(before.counts)):
+            step.follower.sizes_at[read.source] += 1
         self.tried.pop(depth, None)
         self.opaque.discard(depth)
         return depth
@@ -298,15 +301,17 @@ class _Run:
                 recording.values.run(note, self._step.numbers_of(note))
         return [recording.values.made[source] for source in note.made]
 
-    def assume(self, note: Note, specs: Sequence[TensorSpec]) -> None:
-        """Take a call for made, with results of these sizes."""
-        recording = self._recording
-        with self._step.beside(), recording.active():
-            for source, spec, trained in zip(note.made, specs, note.trained, strict=True):
-                shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
-                made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
-                recording.values.made[source] = made.requires_grad_(trained)
-        recording.values.done = note.depth + 1
+    def assume(self, results: Iterable[tuple[Note, Sequence[TensorSpec]]]) -> None:
+        """Take calls for made, with results of these sizes."""
+        values = self._recording.values
+        with self._step.beside(), self._recording.active():
+            for note, specs in results:
+                for source, spec, trained in zip(note.made, specs, note.trained, strict=True):
+                    shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
+                    made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
+                    values.made[source] = made.requires_grad_().clone() if trained else made  # no leaf: to write into
+                values.tell_same(note)
+                values.done = note.depth + 1
 
     def backward(self, loss: Made) -> list[Tensor]:
         """The backward pass of a loss. Returns all results in it."""
@@ -391,6 +396,23 @@ class _Pass:
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
         self._companions: list[Note] = [step.notes[first_new - 1]] if first_new else []
+        self._makes_from = next((note.depth for note in step.notes if note.counts), 0) if every.skips else 0
+        self._skipped = self._before_counts()
+        for run in self._every_run:
+            run.assume(self._skipped)
+
+    def _before_counts(self) -> list[tuple[Note, list[TensorSpec]]]:
+        """The calls that are not made whose results are wanted: by later calls, as the loss, or as the same mask."""
+        notes, loss = self._step.notes, self._step.loss
+        before, rest = notes[: self._makes_from], notes[self._makes_from :]
+        wanted = {loss.depth} if type(loss) is Made else set[int]()
+        wanted |= {s.depth for note in rest for s in sources_in((note.args, note.kwargs)) if type(s) is Made}
+        wanted |= {depth for note in notes if note.same is not None for depth in (note.depth, note.same)}
+        for note in before:
+            self._specs.update(zip(note.made, note.specs, strict=True))
+            if note.depth >= self._begin:
+                self._found[note.depth] = _Found({}, None, [])
+        return [(note, note.specs) for note in before if note.depth in wanted]
 
     def run(self) -> None:
         """Find formulas of all calls.
@@ -409,7 +431,8 @@ class _Pass:
                         for child in before.children
                         if child is not note and child.seen and is_like(child, note)
                     ]
-                self._note(note)
+                if note.depth >= self._makes_from:
+                    self._note(note)
             loss = self._step.loss
             if type(loss) is Made and (loss.depth >= self._begin or self._step.notes[loss.depth].behind is None):
                 self._backward(loss)
@@ -420,9 +443,8 @@ class _Pass:
             end = 0
             raise
         finally:
-            for run in (*self._runs, *self._few, *self._more, self._symbolic):
-                if run is not None:
-                    run.close()
+            for run in self._every_run:
+                run.close()
             for depth, found in self._found.items():
                 if depth < end:
                     self._keep(self._step.notes[depth], found)
@@ -443,6 +465,21 @@ class _Pass:
         note.ties = {**note.ties, **self._every.ties.get(note.depth, {})}
         note.is_fitted, note.conditions = True, [*map(equal, note.ties.items()), *found.conditions]
 
+    @property
+    def _every_run(self) -> list[_Run]:
+        return [run for run in (*self._runs, *self._few, *self._more, self._symbolic) if run is not None]
+
+    def _with_all(self) -> None:
+        """What fails may have needed calls that were skipped: a hook on a result, its gradient.
+
+        Raises:
+            _Again: they are not from now on.
+        """
+        if self._makes_from:
+            self._every.skips = self._every.by_python = False
+            self._every.opaque.clear()
+            raise _Again
+
     def _note(self, note: Note) -> None:
         depth = note.depth
         is_new = depth >= self._begin and note.for_all is None
@@ -455,6 +492,7 @@ class _Pass:
         try:
             made = [run.make(call) for run in self._runs]
         except Exception as error:
+            self._with_all()
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
         for size in sizes_in(numbers.values()):
@@ -476,7 +514,7 @@ class _Pass:
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
                 )
-            self._symbolic.assume(call, known)
+            self._symbolic.assume([(call, known)])
         if is_new:
             wanted = self._shapes(self._few, known)
             others = [i for i, got in enumerate(few) if got is not None and got != wanted[i]]
@@ -511,6 +549,7 @@ class _Pass:
         many = {i: self._runs[0].counts[i] for i in counts}
         found = _Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
         try:
+            found.assume(self._skipped)
             for call in self._calls:
                 found.make(call)
         except Exception:
@@ -610,6 +649,7 @@ class _Pass:
             for run in self._runs:
                 run.backward(loss)
         except Exception as error:
+            self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
         learned = set(every.formulas)

@@ -48,8 +48,8 @@ class Follower:
         """Where functions take tensors as numbers (``arange``, sizes of ``zeros``)."""
         self.refused: set[tuple[Any, ...]] = set()
         """Functions with the types of arguments for which Python is to ask the other side (``tensor == None``)."""
-        self.sizes_at: set[str] = set()
-        """``file:line`` of reads whose whole numbers may decide sizes."""
+        self.sizes_at: dict[str, int] = {}
+        """``file:line`` of reads whose whole numbers decide sizes, and how often a path did for one of these alone."""
         self.holders = Holders(names)
         self.wrapped = Wrapped()
         self.bound: dict[tuple[int, int], Tensor] = {}

@@ -21,6 +21,8 @@ from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import Values
 
+_MOST_PINNED = 4
+"""A read for whose number alone so many paths did (an unrolled GRU of this length) is no longer a count."""
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 
 
@@ -110,13 +112,16 @@ class Reads:
 
     def decide_sizes(self) -> None:
         """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on."""
-        self._step.follower.sizes_at.update(note.source for note in self._step.notes if note.is_whole)
+        for note in self._step.notes:
+            if note.is_whole:
+                self._step.follower.sizes_at.setdefault(note.source, 0)
 
     def _count(self, number: int, func: Any, args: Any, kwargs: Any) -> None:
         """Python has read a whole number, which is a count if sizes may depend on it."""
         step, note = self._step, self._step.notes[-1]
         note.is_whole = True
-        counts = number >= 0 and note.source in step.follower.sizes_at  # what is said of sizes is true of no others
+        pinned = step.follower.sizes_at.get(note.source, _MOST_PINNED)
+        counts = number >= 0 and pinned < _MOST_PINNED  # what is said of sizes is true of no others
         if not (counts or note.counts):
             return
         position = len(step.counts)
