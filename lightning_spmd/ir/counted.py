@@ -178,7 +178,7 @@ class CountFits(Fits):
 
     def learn(self, formula: Formula) -> None:
         """Know a formula that may be of another kind than those that are looked for."""
-        self._learned.setdefault(tuple(self.sizes.evaluate(formula, sample) for sample in self.samples), formula)
+        self._learned.setdefault(tuple(formula.at(sample) for sample in self.samples), formula)
 
     @override
     def search(self, values: tuple[int, ...]) -> Formula | str:

@@ -57,8 +57,11 @@ class Formula:
         return _SIZE.sub(lambda match: f"{counts}[{match[1]}]", str(self))
 
     def at(self, sizes: Sequence[int]) -> Any:
-        """Its value for some sizes, all those that it needs and maybe more."""
-        return _compiled(self)(sizes)
+        """Its value for some sizes, all those that it needs and maybe more; None where it would divide by none."""
+        try:
+            return _compiled(self)(sizes)
+        except ZeroDivisionError:
+            return None
 
     def names(self) -> set[int]:
         """The sizes that it needs, by number."""
@@ -90,10 +93,7 @@ class Condition:
 
     def holds(self, counts: Sequence[int]) -> bool:
         """Whether it does, as far as the counts are known."""
-        try:
-            return self.last >= len(counts) or bool(self.formula.at(counts))
-        except ZeroDivisionError:  # it was made for two and more
-            return False
+        return self.last >= len(counts) or bool(self.formula.at(counts))
 
 
 class _Sized:
@@ -158,7 +158,7 @@ class Sizes:
         """Whether the graph is right for batches of these sizes."""
         known = self._known.get(values)
         if known is None:
-            known = self._known[values] = bool(self.function(self.condition)(*values))
+            known = self._known[values] = bool(Formula(self.condition).at(values))
             _bounded(self._known)
         return known
 

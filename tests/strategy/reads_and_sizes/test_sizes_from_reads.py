@@ -116,6 +116,22 @@ def test_batches_of_all_sizes(make: type[Counting]) -> None:
     assert_bitwise(ours, train(make, "auto", range(48, 67)))
 
 
+class InFours(Counting):
+    """Filled up to a multiple of four, which torch divides by."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x)[: int(mask.sum())]
+        fours = F.pad(chosen, (0, 0, 0, -len(chosen) % 4)).view(-1, 4, 6)
+        return (fours @ fours.transpose(1, 2)).square().sum() / 500 + F.pad(self(x), (0, len(fours))).square().mean()
+
+
+@pytest.mark.parametrize("sizes", [range(12, 13), range(2, 14)], ids=["of one size", "of all sizes"])
+def test_torch_divides_by_sizes(sizes: range) -> None:
+    ours = train(InFours, "spmd", sizes)
+    assert_compiled(ours)
+    assert_bitwise(ours, train(InFours, "auto", sizes))
+
+
 @pytest.mark.parametrize("make", [Longest, CutToLongest, Hardest, BesideChosen, Half])
 def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)

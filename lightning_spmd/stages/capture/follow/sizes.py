@@ -69,7 +69,7 @@ class ForAllSizes:
     def at(self, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
         """Numbers and results for these sizes; None if they are unknown."""
         if self.condition not in at.holds:
-            at.holds[self.condition] = bool(self.sizes.function(self.condition)(*at.values))
+            at.holds[self.condition] = bool(Formula(self.condition).at(at.values))
         if not at.holds[self.condition]:
             return None
         numbers = self._numbers(*at.values)
