@@ -331,8 +331,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a negative number that is read is a size like others",
         CAPTURE,
         f"{FOLLOW}/reads.py",
-        "counts = number >= 0 and note.source in step.follower.sizes_at",
-        "counts = note.source in step.follower.sizes_at",
+        "counts = number >= 0 and pinned < _MOST_PINNED",
+        "counts = pinned < _MOST_PINNED",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
