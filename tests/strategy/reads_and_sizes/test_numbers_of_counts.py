@@ -205,6 +205,71 @@ def test_nothing_is_found_at_first(make: type[OfAFew]) -> None:
     assert_bitwise(ours, theirs)
 
 
+class FewRows(Counting):
+    """So many rows are chosen, in this order of steps."""
+
+    order = (0, 5, 0, 6, 1, 3, 1, 0, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        mask = torch.arange(len(x)) < self.order[batch_idx % len(self.order)]
+        loss = self.way(x, y, mask) + F.dropout(self(x), 0.2).mean()
+        self.log("loss", loss)
+        return loss
+
+
+class DroppedOut(FewRows):
+    """Dropout gives an empty tensor itself, and draws nothing."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return F.dropout(self.wide(x)[mask], 0.3).sum() / 50
+
+
+class DroppedOutByRead(FewRows):
+    order = (6, 3, 6, 1, 0, 0, 6, 3, 0)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return F.dropout(self.wide(x)[: int(mask.sum())], 0.3).sum() / 50
+
+
+class ChannelsDropped(FewRows):
+    """As many numbers are drawn for any number of rows, but for none."""
+
+    order = (6, 3, 5, 1, 0, 0, 6, 3, 0)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return F.dropout1d(self.wide(x)[mask].t()[None], 0.3).sum() / 50
+
+
+class Contiguous(FewRows):
+    """It is what it is asked of where there is one row, and a copy where there are more."""
+
+    order = (1, 6, 0, 6, 1, 3)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        columns = x[mask].t()
+        doubled = columns.contiguous()
+        doubled.mul_(2)
+        return (self.wide(columns.t()) * doubled.t()).sum() / 50
+
+
+class Flat(Contiguous):
+    """A view of it or a copy."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        columns = x[mask].t()
+        doubled = columns.reshape(-1)
+        doubled.mul_(2)
+        return self.wide(columns.t()).sum() / 50 + doubled.sum() * self.wide.weight.sum() / 50
+
+
+@pytest.mark.parametrize("make", [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat])
+def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(6, 7))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(make, "auto", range(6, 7)))
+
+
 class TwoFound(Counting):
     """The smaller of two counts decides what is taken of the batch."""
 

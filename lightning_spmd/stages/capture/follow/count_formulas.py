@@ -283,22 +283,34 @@ class _Run:
         step: the step.
         counts: numbers or symbols.
         mode: of the fake tensors.
+
+    Attributes:
+        kind: of the last call: which of its operands it returned, with which its results share memory if anything is
+            written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
     """
 
     def __init__(self, step: StepState, counts: Sequence[Any], mode: Any = None) -> None:
         self._step, self.counts = step, counts
+        self.kind: Any = None
+        self._writes = any(note.writes for note in step.notes)
         places = () if step.tree is None else step.tree.sizes.places
         self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
         self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
 
     def make(self, note: Note) -> list[Tensor]:
         """Make the next call. Returns its results."""
-        recording = self._recording
-        recording.below.seen = []
+        recording, numbers = self._recording, self._step.numbers_of(note)
+        recording.below.seen, draws = [], recording.below.draws
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))
             with recording.active():
-                recording.values.run(note, self._step.numbers_of(note))
+                out = recording.values.run(note, numbers)
+            given = [] if note.reads else tensors_in(recording.values.arguments(note, numbers))
+        operands = {id(tensor): i for i, tensor in reversed(list(enumerate(given)))}
+        memory = {private.storage_of(tensor): i for i, tensor in reversed(list(enumerate(given)))}
+        made = tensors_in(out)
+        shares = [memory.get(private.storage_of(tensor)) for tensor in made] if self._writes else []
+        self.kind = [operands.get(id(tensor)) for tensor in made], shares, recording.below.draws != draws
         return [recording.values.made[source] for source in note.made]
 
     def assume(self, results: Iterable[tuple[Note, Sequence[TensorSpec]]]) -> None:
@@ -380,6 +392,7 @@ class _Pass:
         opened = dict(enumerate(step.counts[: step.opened]))
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
+        self._own = _Run(step, tuple(step.counts))
         more = mixed(number, _MORE, pins, tied) if every.opaque else ()
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
@@ -467,7 +480,7 @@ class _Pass:
 
     @property
     def _every_run(self) -> list[_Run]:
-        return [run for run in (*self._runs, *self._few, *self._more, self._symbolic) if run is not None]
+        return [run for run in (*self._runs, self._own, *self._few, *self._more, self._symbolic) if run is not None]
 
     def _with_all(self) -> None:
         """What fails may have needed calls that were skipped: a hook on a result, its gradient.
@@ -491,12 +504,17 @@ class _Pass:
         conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
         try:
             made = [run.make(call) for run in self._runs]
+            self._own.make(call)
         except Exception as error:
             self._with_all()
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
             raise self._otherwise(depth, choices, reason) from None
         for size in sizes_in(numbers.values()):
             self._learn(size.formula)
+        kind = self._runs[0].kind
+        if is_new and any(run.kind != kind for run in (*self._runs, self._own)):
+            reason = f"{note.name} is another one for some numbers of rows or elements"
+            raise self._otherwise(depth, choices, reason)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
             found = specs_for(note, specs, self._fits) if is_new else _open(note)
@@ -509,7 +527,7 @@ class _Pass:
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
         if is_opaque:
             likeness = self._likeness()
-            its = [run is not None and likeness.of(run) is not _LIKE for run in self._more]
+            its = [run is not None and (run.kind != kind or likeness.of(run) is not _LIKE) for run in self._more]
             if more != self._shapes(self._more, known) or any(its):
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
@@ -517,7 +535,8 @@ class _Pass:
             self._symbolic.assume([(call, known)])
         if is_new:
             wanted = self._shapes(self._few, known)
-            others = [i for i, got in enumerate(few) if got is not None and got != wanted[i]]
+            kinds = [run is None or run.kind == kind for run in self._few]
+            others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not kinds[i])]
             if others:
                 counts = self._counts_of(note, numbers, found)
                 conditions += [Condition(Formula(f"s{i} >= {max(others) + 1}")) for i in counts]
