@@ -535,8 +535,8 @@ class _Pass:
             self._symbolic.assume([(call, known)])
         if is_new:
             wanted = self._shapes(self._few, known)
-            kinds = [run is None or run.kind == kind for run in self._few]
-            others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not kinds[i])]
+            alike = [run is None or run.kind == kind for run in self._few]
+            others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not alike[i])]
             if others:
                 counts = self._counts_of(note, numbers, found)
                 conditions += [Condition(Formula(f"s{i} >= {max(others) + 1}")) for i in counts]
