@@ -114,7 +114,9 @@ class CountFormulas:
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
         self.ties: dict[int, dict[int, int]] = {}
-        self.skips, self.by_python = not step.opened, False
+        # which masks are the same depends on the writes into them
+        self.skips = not step.opened and all(note.same is None for note in step.notes)
+        self.by_python = False
         self.opaque: set[int] = set()
         self.formulas: dict[Formula, None] = {}
 
@@ -322,7 +324,6 @@ class _Run:
                     shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
                     made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
                     values.made[source] = made.requires_grad_().clone() if trained else made  # no leaf: to write into
-                values.tell_same(note)
                 values.done = note.depth + 1
 
     def backward(self, loss: Made) -> list[Tensor]:
@@ -415,12 +416,11 @@ class _Pass:
             run.assume(self._skipped)
 
     def _before_counts(self) -> list[tuple[Note, list[TensorSpec]]]:
-        """The calls that are not made whose results are wanted: by later calls, as the loss, or as the same mask."""
+        """The calls that are not made whose results are wanted: by later calls, or as the loss."""
         notes, loss = self._step.notes, self._step.loss
         before, rest = notes[: self._makes_from], notes[self._makes_from :]
         wanted = {loss.depth} if type(loss) is Made else set[int]()
         wanted |= {s.depth for note in rest for s in sources_in((note.args, note.kwargs)) if type(s) is Made}
-        wanted |= {depth for note in notes if note.same is not None for depth in (note.depth, note.same)}
         for note in before:
             self._specs.update(zip(note.made, note.specs, strict=True))
             if note.depth >= self._begin:
