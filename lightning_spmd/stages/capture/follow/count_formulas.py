@@ -3,7 +3,8 @@
 A new path is made again on fake tensors with a few other counts, and once with symbols for counts. A number of Python's
 that is as large as something of the step is taken for a formula, and is one if the path can be made with it for all of
 these counts; in other steps what Python passes is compared with it. The sizes of results are formulas that fit their
-values. What torch decided with symbols says for which counts all that holds.
+values. What torch decided with symbols, in calls and in the loss's backward pass, says for which counts all that holds;
+what a call returns, and whether it draws, must be for all of them what it was for those of the step.
 """
 
 from __future__ import annotations
@@ -53,10 +54,6 @@ _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
 _SEEDS = 24
 """Sets of samples that are tried."""
-_SEEN = 4
-"""Counts with which a call was made that are kept, to find formulas of its numbers."""
-
-
 _FAILED, _LIKE, _OTHER_OPERATORS, _OTHER_SIZES = object(), object(), object(), object()
 
 
