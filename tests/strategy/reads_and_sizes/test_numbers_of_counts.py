@@ -263,7 +263,19 @@ class Flat(Contiguous):
         return self.wide(columns.t()).sum() / 50 + doubled.sum() * self.wide.weight.sum() / 50
 
 
-@pytest.mark.parametrize("make", [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat])
+class Gapped(Contiguous):
+    """What comes before the first count has gaps, so a copy is made of it."""
+
+    order = (6, 3, 5, 2, 6)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        columns = self.wide(x)[:, :3]
+        doubled = columns[: len(x[mask])].contiguous()
+        doubled.mul_(2)
+        return columns.square().sum() / 50 + doubled.sum() / 50
+
+
+@pytest.mark.parametrize("make", [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped])
 def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(6, 7))
     assert_compiled(ours)

@@ -320,7 +320,11 @@ class _Run:
                 for source, spec, trained in zip(note.made, specs, note.trained, strict=True):
                     shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
                     made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
-                    values.made[source] = made.requires_grad_().clone() if trained else made  # no leaf: to write into
+                    values.made[source] = made.requires_grad_(trained)
+                    # nobody may write into leaves; a copy has no gaps, and to ask symbols for strides is to decide
+                    if trained and all(type(n) is int for n in (*shape, *stride)):
+                        copied = made.clone()
+                        values.made[source] = copied if copied.stride() == stride else made
                 values.done = note.depth + 1
 
     def backward(self, loss: Made) -> list[Tensor]:
