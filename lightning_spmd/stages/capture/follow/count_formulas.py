@@ -367,9 +367,9 @@ class _Likeness:
     def of(self, run: _Run) -> Any:
         """How far the last call, or backward pass, of a run is alike."""
         names, numbers = run.operators()
-        if names != self._names:
-            return _OTHER_OPERATORS
         wanted = [n if n is None else n.at(run.counts) if isinstance(n, Formula) else n for n in self._numbers]
+        if names != self._names:  # what would be smaller than nothing cannot be made
+            return _OTHER_SIZES if any((f.at(run.counts) or 0) < 0 for f in self.formulas) else _OTHER_OPERATORS
         are_like = all(want is None or want == number for want, number in zip(wanted, numbers, strict=True))
         return _LIKE if are_like else _OTHER_SIZES
 
