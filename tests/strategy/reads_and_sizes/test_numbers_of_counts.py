@@ -286,7 +286,20 @@ class Strided(Gapped):
         return torch.as_strided(rows, (len(rows), 3), rows.stride()).square().sum() / 50 + columns.mean()
 
 
-@pytest.mark.parametrize("make", [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped, Strided])
+class AsksForStrides(Gapped):
+    """A copy of one row keeps the gaps between rows."""
+
+    order = (6, 1, 3, 0, 1, 5, 4)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        copied = self.wide(x)[:, :3][: len(x[mask])].clone()
+        return copied.sum() * copied.stride(0) / 50
+
+
+@pytest.mark.parametrize(
+    "make",
+    [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped, Strided, AsksForStrides],
+)
 def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(6, 7))
     assert_compiled(ours)

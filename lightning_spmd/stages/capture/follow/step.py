@@ -26,7 +26,7 @@ from lightning_spmd.ir.successors import Replaced, with_successors
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas
+from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas, result_now
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
 from lightning_spmd.stages.capture.follow.engine import EngineCall, Saving
@@ -845,8 +845,11 @@ class Step(StepState, TorchFunctionMode):
             note = self.notes[source.depth]
             if note.sizes is not None:
                 spec = note.specs_at(self.counts)[source.index]
-                with self.beside():
-                    subject = torch.empty_strided(spec.shape, spec.stride, device="meta")
+                if any(size < 2 for size in spec.shape):
+                    subject = result_now(self, source)
+                else:
+                    with self.beside():
+                        subject = torch.empty_strided(spec.shape, spec.stride, device="meta")
         with self.beside():
             if subject is None:
                 return func(*args, **kwargs)
