@@ -353,7 +353,7 @@ class _Run:
 
 
 def result_now(step: StepState, source: Made) -> Tensor:
-    """A result with its strides in this step: a copy of one row keeps the gaps between rows, a copy of more does not."""
+    """A result with its strides in this step: a copy of one row keeps the gaps between rows, of more it does not."""
     run = _Run(step, tuple(step.counts))
     try:
         return [run.make(note) for note in step.notes[: source.depth + 1]][-1][source.index]
