@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -72,7 +72,7 @@ def _differ_in_rests(*numbers: int) -> bool:
 def samples_within(
     number: int,
     pins: Mapping[int, int],
-    conditions: Sequence[tuple[int, Callable[[Sequence[int]], bool]]],
+    conditions: Iterable[Formula],
     ties: Mapping[int, int] = _NONE,
     seed: int = 0,
 ) -> list[tuple[int, ...]]:
@@ -81,24 +81,27 @@ def samples_within(
     Args:
         number: of counts.
         pins: those that have one value in all sets.
-        conditions: each with the last count that it is about; it gets the counts up to that one.
+        conditions: each is asked once the last count that it is about is chosen.
         ties: for those that are what another one before them is, that one.
         seed: another one gives other sets.
 
     Raises:
         Apart: there are hardly any.
     """
+    by_last: dict[int, list[str]] = {}
+    for formula in conditions:
+        by_last.setdefault(max(formula.names()), []).append(f"({formula})")
+    asked_of = {last: Formula(" and ".join(codes)) for last, codes in by_last.items()}
     used: set[int] = set()
     found: list[tuple[int, ...]] = []
     for row, sample in enumerate(samples_of(number, seed=seed)):
         counts: list[int] = []
         for i, likely in enumerate(sample):
-            asked = [holds for last, holds in conditions if last == i]
-            before = [one[i] for one in found]
+            asked, before = asked_of.get(i), [one[i] for one in found]
             chosen = counts[ties[i]] if i in ties else pins.get(i, likely)
 
             def fits(n: int, asked: Any = asked, counts: Any = counts) -> bool:
-                return all(holds([*counts, n]) for holds in asked)
+                return asked is None or bool(asked.at([*counts, n]))
 
             if i not in ties and i not in pins and not fits(likely):
                 others = [n for n in _NUMBERS if n not in before and fits(n)]

@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from lightning_spmd.ir.counted import GRAPHS, samples_of, samples_within
+from lightning_spmd.ir.sizes import Formula
 from lightning_spmd.ir.unify import Apart
 
 
@@ -26,9 +27,9 @@ def test_what_is_rounded_is_no_multiple(number: int) -> None:
 
 
 def test_sets_fulfill_conditions() -> None:
-    below = samples_within(2, {}, [(0, lambda counts: counts[0] < 50), (1, lambda counts: counts[1] > 20 * counts[0])])
+    below = samples_within(2, {}, [Formula("s0 < 50"), Formula("s1 > 20 * s0")])
     assert all(2 <= one < 50 and other > 20 * one for one, other in below)
     assert len({one for one, _ in below}) == len(below)
     assert all(one[0] == 7 for one in samples_within(2, {0: 7}, []))
     with pytest.raises(Apart, match="hardly any"):
-        samples_within(1, {}, [(0, lambda counts: counts[0] < 4)])
+        samples_within(1, {}, [Formula("s0 < 4")])

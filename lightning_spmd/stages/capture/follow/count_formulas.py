@@ -9,6 +9,7 @@ what a call returns, and whether it draws, must be for all of them what it was f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -221,16 +222,28 @@ def samples_of_path(
     Raises:
         Apart: there are hardly any.
     """
-    conditions = [condition for note in notes for condition in note.conditions]
-    conditions += [condition for some in (more or {}).values() for condition in some]
+    conditions = [condition.formula for note in notes for condition in note.conditions]
+    conditions += [condition.formula for some in (more or {}).values() for condition in some]
     codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
-    conditions += map(Condition, map(Formula, codes))
-    ties = ties_of(notes) if ties is None else ties
-    pins = {**pins, **pins_of(notes)}
-    formulas = list(dict.fromkeys(formulas_of(notes)))
+    asked = tuple(dict.fromkeys([*conditions, *map(Formula, sorted(codes))]))
+    tied = tuple((ties_of(notes) if ties is None else ties).items())
+    fixed = tuple({**pins, **pins_of(notes)}.items())
+    return list(_samples(number, fixed, asked, tuple(dict.fromkeys(formulas_of(notes))), tuple(more_formulas), tied))
+
+
+@functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
+def _samples(
+    number: int,
+    fixed: tuple[tuple[int, int], ...],
+    conditions: tuple[Formula, ...],
+    formulas: tuple[Formula, ...],
+    more_formulas: tuple[Formula, ...],
+    tied: tuple[tuple[int, int], ...],
+) -> list[tuple[int, ...]]:
+    pins, ties = dict(fixed), dict(tied)
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
-        found = samples_within(number, pins, [(c.last, c.holds) for c in conditions], ties, seed)
+        found = samples_within(number, pins, conditions, ties, seed)
         if told_apart([*formulas, *more_formulas], found, pins, ties):
             alike = rests_alike(formulas, found, pins, ties)
             best = (alike, found) if best is None or alike < best[0] else best
