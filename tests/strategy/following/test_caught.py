@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_spmd import _private_api as private
 from tests.helpers.ranks import RankPool
@@ -171,3 +172,86 @@ class DtypesThatKernelsTake(Quiet):
 
 def test_dtypes_that_kernels_take_are_a_graph() -> None:
     assert_as_eager(DtypesThatKernelsTake, max_epochs=1)
+
+
+class Recurrent(Quiet):
+    """Its backward kernel gets memory that the forward kernel has made, in a form that is nobody else's business."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.recurrent = nn.LSTM(1, 6, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.way(batch[0]) + self.loss(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def way(self, x: torch.Tensor) -> torch.Tensor:
+        return self.recurrent(x[..., None])[0].square().mean()
+
+
+class ComputedTwice(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return checkpoint(self.way, batch[0], use_reentrant=False) + self.loss(batch)  # type: ignore[operator]
+
+
+class Normed(Recurrent):
+    """A kernel keeps means in another dtype than fake tensors say."""
+
+    def way(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(self.first(x), (10,)).square().mean()
+
+
+class NormedAndComputedTwice(ComputedTwice):
+    def way(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(self.first(x), (10,)).square().mean()
+
+
+class Segments(Quiet):
+    """Lengths that are neither zeros nor ones."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden, lengths = self.first(batch[0]), torch.tensor([3, ROWS - 3], dtype=torch.int32)
+        parts = torch.segment_reduce(hidden, "sum", lengths=lengths, axis=0)
+        return parts.square().mean() + torch.repeat_interleave(parts, lengths, 0, output_size=ROWS).sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        *((make, "32-true") for make in (Recurrent, ComputedTwice, Segments)),
+        *((make, "bf16-mixed") for make in (Normed, NormedAndComputedTwice, Segments)),
+    ],
+)
+def test_kernels_are_not_tried_on_what_only_kernels_make(make: type[Quiet], precision: str) -> None:
+    assert_as_eager(make, max_epochs=1, precision=precision)
+
+
+class ChecksBehind(Recurrent):
+    """The backward pass of ``eigvals`` checks that an inverse exists."""
+
+    def way(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.eigvals(self.first(x).T[:6] @ x).abs().mean()
+
+
+class ChecksBehindInTheStep(ChecksBehind):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = self.way(batch[0])
+        (gradient,) = torch.autograd.grad(found, [self.first.weight], create_graph=True)
+        return found + gradient.square().mean() + self.loss(batch)
+
+
+@pytest.mark.parametrize("make", [ChecksBehind, ChecksBehindInTheStep])
+def test_a_backward_pass_that_checks_values_is_a_graph(make: type[Quiet]) -> None:
+    assert_as_eager(make, max_epochs=1)
