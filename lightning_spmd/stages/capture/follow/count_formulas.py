@@ -54,7 +54,8 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
 _SEEDS = 24
-"""Sets of samples that are tried."""
+_MOST_AVOIDED = 16
+"""Counts that samples do without for one call."""
 _FAILED, _LIKE, _OTHER_OPERATORS, _OTHER_SIZES = object(), object(), object(), object()
 
 
@@ -100,6 +101,7 @@ class CountFormulas:
     Attributes:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
+        usual: conditions on samples alone, by depth; None if they leave hardly any.
         ties: counts that must be equal to one before them, by depth.
         skips: calls before the first count are taken for made.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
@@ -111,6 +113,7 @@ class CountFormulas:
         self._step = step
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
+        self.usual: dict[int, list[Condition]] | None = {}
         self.ties: dict[int, dict[int, int]] = {}
         # which masks are the same depends on the writes into them
         self.skips = not step.opened and all(note.same is None for note in step.notes)
@@ -198,14 +201,21 @@ class CountFormulas:
             Apart: there are hardly any that are treated alike.
         """
         ties = self.all_ties()
-        return samples_of_path(self._step.notes, len(self._step.counts), {}, self.conditions, self.formulas, ties)
+        path, known = (self._step.notes, len(self._step.counts), {}), list(self.conditions.values())
+        try:
+            return samples_of_path(*path, [*known, *(self.usual or {}).values()], self.formulas, ties)
+        except Apart:
+            if not self.usual:
+                raise
+            self.usual = None
+            return samples_of_path(*path, known, self.formulas, ties)
 
 
 def samples_of_path(
     notes: Sequence[Note],
     number: int,
     pins: Mapping[int, int],
-    more: Mapping[int, Sequence[Condition]] | None = None,
+    more: Iterable[Sequence[Condition]] = (),
     more_formulas: Iterable[Formula] = (),
     ties: Mapping[int, int] | None = None,
 ) -> list[tuple[int, ...]]:
@@ -222,8 +232,8 @@ def samples_of_path(
     Raises:
         Apart: there are hardly any.
     """
-    conditions = [condition.formula for note in notes for condition in note.conditions]
-    conditions += [condition.formula for some in (more or {}).values() for condition in some]
+    conditions = [condition.formula for note in notes for condition in (*note.conditions, *note.usual)]
+    conditions += [condition.formula for some in more for condition in some]
     codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
     asked = tuple(dict.fromkeys([*conditions, *map(Formula, sorted(codes))]))
     tied = tuple((ties_of(notes) if ties is None else ties).items())
@@ -488,6 +498,7 @@ class _Pass:
                 note, conditions, note.behind = self._behind
                 ties = self._every.ties.get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
+                note.usual = [*note.usual, *(self._every.usual or {}).get(len(self._step.notes), ())]
                 note.conditions = [*note.conditions, *map(equal, ties.items()), *conditions]
 
     def _keep(self, note: Note, found: _Found) -> None:
@@ -499,6 +510,7 @@ class _Pass:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
         note.ties = {**note.ties, **self._every.ties.get(note.depth, {})}
+        note.usual = (self._every.usual or {}).get(note.depth, ())
         note.is_fitted, note.conditions = True, [*map(equal, note.ties.items()), *found.conditions]
 
     @property
@@ -534,6 +546,8 @@ class _Pass:
             raise self._otherwise(depth, choices, reason) from None
         for size in sizes_in(numbers.values()):
             self._learn(size.formula)
+        if is_new:
+            self._take_usual(depth, {i for size in sizes_in(numbers.values()) for i in size.formula.names()})
         kind = self._runs[0].kind
         if is_new and any(run.kind != kind for run in (*self._runs, self._own)):
             reason = f"{note.name} is another one for some numbers of rows or elements"
@@ -597,6 +611,20 @@ class _Pass:
         except Exception:
             return None
         return found
+
+    def _take_usual(self, depth: int, counts: Iterable[int]) -> None:
+        """Where the samples do not have one and the same operators, take other samples.
+
+        Raises:
+            _Again: there are others.
+        """
+        names, every = [run.operators()[0] for run in self._runs], self._every
+        often = max(names, key=names.count)
+        rare = [run.counts for run, its in zip(self._runs, names, strict=True) if its != often]
+        avoided = [Condition(Formula(f"s{i} != {sample[i]}")) for sample in rare for i in sorted(counts)]
+        if avoided and every.usual is not None and len(found := every.usual.get(depth, [])) < _MOST_AVOIDED:
+            every.usual[depth] = [*found, *avoided]
+            raise _Again
 
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
         """What to raise where a choice of numbers will not do."""
@@ -694,6 +722,7 @@ class _Pass:
             self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
+        self._take_usual(depth, self._open)
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:

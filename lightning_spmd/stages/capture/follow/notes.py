@@ -228,6 +228,7 @@ class Note:
         open: specs of its results with formulas of counts; None if they are the same for all of them.
         pins: counts for which alone it is this call, with others it is another one.
         conditions: on counts, without which it is another call.
+        usual: conditions on counts that graphs are made with: with others torch leaves out a slice that takes all.
         behind: if it gives a loss and its backward pass has been looked at, the sizes in that that follow from counts.
         ties: counts that are taken for the same as one before them, with that one.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
@@ -283,6 +284,7 @@ class Note:
     open: list[TensorSpec] | None = None
     pins: dict[int, int] = field(default_factory=dict[int, int])
     conditions: Sequence[Condition] = ()
+    usual: Sequence[Condition] = ()
     behind: Sequence[Formula] | None = None
     ties: dict[int, int] = field(default_factory=dict[int, int])
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
