@@ -1006,7 +1006,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/reads_and_sizes/test_sizes_from_reads.py": (
         "batches_of_all_sizes[Longest]",
         "batches_of_all_sizes[EachLength]",
-        "all_ranks[EachLength]",
         "batches_of_all_sizes[CutToLongest]",
         "batches_of_all_sizes[Signed]",
         "batches_of_all_sizes[Rounds]",
