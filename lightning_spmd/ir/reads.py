@@ -111,9 +111,9 @@ class HandOver:
         """The values that Python gets."""
         if self._counts is None:
             return values
-        found = [int(value) for value in values]
-        counts, first, number = self._counts.counts, self._counts.first, self._counts.number
-        counts.put(first, found[:number])
+        found = [int(number) for value in values for number in value.flatten()]
+        counts, first, number = self._counts.counts, self._counts.first, len(found) - len(self._by_rank)
+        counts.put(first, found[: min(number, self._counts.number)])  # a list may be another one's, and longer
         for position, own in zip(self._by_rank, found[number:], strict=True):
             counts.put(counts.length + first + position, [own])
         return found[:number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -103,13 +105,47 @@ class EachLength(Counting):
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         lengths = ((x[:4, 1].abs() * 8).long() + 2).clamp(max=12)
         hidden = self.wide(x)[:4, None] * self.embedding.weight[:12]
-        means = torch.stack([hidden[i, :n].mean(0) for i, n in enumerate(lengths)])
+        means = torch.stack([hidden[i, :n].mean(0) for i, n in enumerate(self.read(lengths))])
         return self(means).square().mean() + hidden.mean()
+
+    def read(self, lengths: Tensor) -> list[Any]:
+        return list(lengths)
+
+
+class Listed(EachLength):
+    def read(self, lengths: Tensor) -> list[Any]:
+        return lengths.tolist()
+
+
+class Cut(EachLength):
+    """The parts as one tensor, and each of them again."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = ((x[:3, 1].abs() * 8).long() + 2).clamp(max=12).tolist()
+        flat = torch.cat([self.wide(x)[i] * self.embedding.weight[:n] for i, n in enumerate(lengths)])
+        return torch.stack([self.wide(part).square().mean() for part in flat.split(lengths)]).mean()
+
+
+class LongestOfList(EachLength):
+    """Of a list only the largest number is a size: a path for each."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = (x[:4, 1].abs() * 2).long() + 3
+        return (self.wide(x)[:4, None] * self.embedding.weight[: max(lengths.tolist())]).square().mean()
+
+
+class AsManyAsFound(EachLength):
+    """The list is as long as the data say, or empty."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = (x[:4, 1].abs() * 4).long() + 2
+        hidden = self.wide(x)[:4, None] * self.embedding.weight[:12]
+        return sum((hidden[i, :n].mean() for i, n in enumerate(lengths[lengths > 5].tolist())), hidden.mean())
 
 
 ALL = (
     *(Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead, Dropped),
-    EachLength,
+    *(EachLength, Listed, Cut),
 )
 
 
@@ -145,7 +181,14 @@ def test_torch_divides_by_sizes(sizes: range) -> None:
     assert_bitwise(ours, train(InFours, "auto", sizes))
 
 
-@pytest.mark.parametrize("make", [Longest, CutToLongest, Hardest, BesideChosen, Half])
+@pytest.mark.parametrize("make", [LongestOfList, AsManyAsFound])
+def test_lists_that_are_no_sizes(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(12, 20))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(make, "auto", range(12, 20)))
+
+
+@pytest.mark.parametrize("make", [Longest, CutToLongest, Hardest, BesideChosen, Half, Listed])
 def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)
     assert_compiled(ours[0])

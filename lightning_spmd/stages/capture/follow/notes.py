@@ -192,7 +192,7 @@ class Note:
 
     Attributes:
         number: its own, in this process.
-        is_whole: it is a read that gives a whole number.
+        whole: if it is a read that gives whole numbers, those that it gave first.
         mark: a hash of the path from the beginning to here, the same on all ranks that take it.
         free: places of numbers that differ from step to step.
         plain: places of numbers that decide whether masks are the same; another number is another call.
@@ -246,7 +246,7 @@ class Note:
     module: str = ""
     source: str = ""
     number: int = field(default_factory=_numbers.__next__)
-    is_whole: bool = False
+    whole: Sequence[int] | None = None
     mark: int = 0
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])

@@ -14,7 +14,15 @@ from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.stages.capture.follow.counts import may_have
 from lightning_spmd.stages.capture.follow.matching import numbers_that_differ
 from lightning_spmd.stages.capture.follow.memory import ARRAYS
-from lightning_spmd.stages.capture.follow.notes import Made, Note, Source, mapped, sources_in, tensors_in
+from lightning_spmd.stages.capture.follow.notes import (
+    Made,
+    Note,
+    Source,
+    leaves_by_place,
+    mapped,
+    sources_in,
+    tensors_in,
+)
 from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
 from lightning_spmd.stages.capture.follow.recorder import Recorder
 from lightning_spmd.stages.capture.follow.sizes import moved
@@ -23,6 +31,10 @@ from lightning_spmd.stages.capture.follow.values import Values
 
 _MOST_PINNED = 4
 """A read for whose number alone so many paths did (an unrolled GRU of this length) is no longer a count."""
+_LONGEST_LIST = 64
+"""Numbers of a longer list are no counts: each is one more of the path."""
+_COMMON = 2
+"""Numbers up to this one are dimensions as well."""
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
 
 
@@ -64,12 +76,12 @@ class Reads:
         source = step.sources.get(id(args[0])) if args else None
         fake = self._recorder.fake_of(source) if type(source) is Made and func in _TEXTS else None
         history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
-        given_args, given_kwargs, number = args, kwargs, None
+        given_args, given_kwargs, told = args, kwargs, None
         try:
             step.take(self._read_note(func, args, kwargs), args, kwargs)
             values = self._values()
-            if values is not None and len(values) == 1 and type(values[0]) is int:
-                number = values[0]
+            if values is not None and not any(isinstance(value, Tensor) for value in values):
+                told = list(values) if func is Tensor.tolist and args[0].dim() else values[0]
                 self._generator.look()  # the graph that gives it may have drawn
             else:
                 writable = func is private.reduced or is_array  # memory is kept
@@ -80,9 +92,10 @@ class Reads:
         if is_array and not (is_alone or step.is_eager or args[0].is_complex()):
             return step.memory.array_of_copy(source, args[0], args[1:], kwargs)
         with step.beside():
-            found = func(*args, **kwargs) if number is None else number
-        if type(found) is int and not (is_alone or step.is_eager):
-            self._count(found, func, given_args, given_kwargs)
+            found = func(*args, **kwargs) if told is None else told
+        whole: list[Any] = found if type(found) is list else [found]
+        if all(type(n) is int for n in whole) and not (is_alone or step.is_eager):
+            self._count(whole, func, given_args, given_kwargs)
         if func in _TEXTS and history is not None and not step.is_eager:
             found = str(found).replace("requires_grad=True", f"grad_fn=<{history}>")
         return found
@@ -113,25 +126,41 @@ class Reads:
     def decide_sizes(self) -> None:
         """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on."""
         for note in self._step.notes:
-            if note.is_whole:
+            if note.whole is not None and (len(note.whole) == 1 or self._are_used(note)):
                 self._step.follower.sizes_at.setdefault(note.source, 0)
 
-    def _count(self, number: int, func: Any, args: Any, kwargs: Any) -> None:
-        """Python has read a whole number, which is a count if sizes may depend on it."""
+    @staticmethod
+    def _are_used(read: Note) -> bool:
+        """Whether calls got all numbers of a list; for its largest or their sum, a path for each will do."""
+        wanted, note = {n for n in read.whole or () if n > _COMMON}, read
+        if len(wanted) < 2:
+            return False
+        while note.children and wanted:
+            note = note.children[0]
+            wanted -= {leaf for _, leaf in leaves_by_place((note.args, note.kwargs)) if type(leaf) is int}
+        return not wanted
+
+    def _count(self, numbers: list[int], func: Any, args: Any, kwargs: Any) -> None:
+        """Python has read whole numbers, which are counts if sizes may depend on them."""
         step, note = self._step, self._step.notes[-1]
-        note.is_whole = True
+        note.whole = numbers if note.whole is None else note.whole
         pinned = step.follower.sizes_at.get(note.source, _MOST_PINNED)
-        counts = number >= 0 and pinned < _MOST_PINNED  # what is said of sizes is true of no others
+        source = step.sources.get(id(args[0]))
+        needs = step.notes[source.depth].needs if type(source) is Made else ()
+        is_fixed = all(i < step.opened for i in needs)  # else a list is as long as the data say
+        # what is said of sizes is true of no negative numbers
+        counts = is_fixed and 0 < len(numbers) <= _LONGEST_LIST and min(numbers) >= 0 and pinned < _MOST_PINNED
         if not (counts or note.counts):
             return
         position = len(step.counts)
-        step.counts += [number] * counts
-        if bool(note.counts) is counts and may_have(step.counts, note.pins, note.conditions):
+        step.counts += numbers * counts
+        number = len(numbers) * counts
+        if len(note.counts) == number and may_have(step.counts, note.pins, note.conditions):
             return
         step.cut(note.depth)
         del step.held[note.depth]
         known = self._known(func, args, kwargs)
-        alike = (n for n in known if bool(n.counts) is counts and may_have(step.counts, n.pins, n.conditions))
+        alike = (n for n in known if len(n.counts) == number and may_have(step.counts, n.pins, n.conditions))
         if (other := next(alike, None)) is None:
             try:
                 other = self._new(func, args, kwargs, len(step.outside))
@@ -139,7 +168,7 @@ class Reads:
                 del step.counts[position:]
                 step.eagerly(str(error))
                 return
-            other.met, other.is_whole = note.met, True
+            other.met, other.whole = note.met, note.whole
             other.counts = range(position, len(step.counts))
         step.take(other, args, kwargs)
 
