@@ -19,8 +19,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "it_is_for",
     ),
     "tests/cli/test_mistakes.py": ("test_the_recipes_callbacks_step_aside",),
-    "tests/cli/test_more_mistakes.py": (
-    ),
+    "tests/cli/test_more_mistakes.py": (),
     "tests/cli/test_plan.py": (
         "test_the_main_recipe_is_planned_for_1024_devices",
         "test_a_model_of_any_size_is_planned_without_memory",

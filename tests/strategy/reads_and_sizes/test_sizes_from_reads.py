@@ -134,6 +134,15 @@ class LongestOfList(EachLength):
         return (self.wide(x)[:4, None] * self.embedding.weight[: max(lengths.tolist())]).square().mean()
 
 
+class EachOfBatch(EachLength):
+    """As many as the batch has rows."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = ((x[:, 1].abs() * 8).long() + 2).clamp(max=12)
+        hidden = self.wide(x)[:, None] * self.embedding.weight[:12]
+        return torch.stack([hidden[i, :n].mean() for i, n in enumerate(lengths.tolist())]).square().mean()
+
+
 class AsManyAsFound(EachLength):
     """The list is as long as the data say, or empty."""
 
@@ -179,6 +188,13 @@ def test_torch_divides_by_sizes(sizes: range) -> None:
     ours = train(InFours, "spmd", sizes)
     assert_compiled(ours)
     assert_bitwise(ours, train(InFours, "auto", sizes))
+
+
+def test_lists_as_long_as_the_batch() -> None:
+    ours = train(EachOfBatch, "spmd", range(3, 6))
+    assert_compiled(ours)
+    assert ours.eager_steps <= 6
+    assert_bitwise(ours, train(EachOfBatch, "auto", range(3, 6)))
 
 
 @pytest.mark.parametrize("make", [LongestOfList, AsManyAsFound])
