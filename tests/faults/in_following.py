@@ -360,14 +360,6 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{NUMBERS_OF_COUNTS}::test_a_few_rows_are_treated_otherwise",),
     ),
     Mutant(
-        "kernels are tried on what kernels have kept",
-        CAPTURE,
-        f"{FOLLOW}/refused_dtypes.py",
-        "    if private.graph_task() != -1:",
-        "    if private.graph_task() is None:",
-        ("tests/strategy/following/test_caught.py::test_kernels_are_not_tried_on_what_only_kernels_make",),
-    ),
-    Mutant(
         "checks within a backward pass are reads",
         CAPTURE,
         f"{FOLLOW}/recorder.py",

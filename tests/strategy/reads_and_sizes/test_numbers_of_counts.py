@@ -286,6 +286,18 @@ class Strided(Gapped):
         return torch.as_strided(rows, (len(rows), 3), rows.stride()).square().sum() / 50 + columns.mean()
 
 
+class Widths(FewRows):
+    """All columns are what they were asked of, which is then written into; fewer are a copy."""
+
+    order = (6, 3, 5, 6, 2, 4)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.wide(x)
+        part = hidden[:, : int(mask.sum())].contiguous()
+        part.mul_(2)
+        return hidden.square().sum() / 50 + part.sum() / 50
+
+
 class AsksForStrides(Gapped):
     """A copy of one row keeps the gaps between rows."""
 
@@ -298,7 +310,7 @@ class AsksForStrides(Gapped):
 
 @pytest.mark.parametrize(
     "make",
-    [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped, Strided, AsksForStrides],
+    [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped, Strided, AsksForStrides, Widths],
 )
 def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(6, 7))

@@ -135,12 +135,13 @@ class LongestOfList(EachLength):
 
 
 class EachOfBatch(EachLength):
-    """As many as the batch has rows."""
+    """As many as the batch has rows, and another count behind them."""
 
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         lengths = ((x[:, 1].abs() * 8).long() + 2).clamp(max=12)
         hidden = self.wide(x)[:, None] * self.embedding.weight[:12]
-        return torch.stack([hidden[i, :n].mean() for i, n in enumerate(lengths.tolist())]).square().mean()
+        means = torch.stack([hidden[i, :n].mean() for i, n in enumerate(lengths.tolist())])
+        return means.square().mean() + self.wide(x[mask]).sum() / 50
 
 
 class AsManyAsFound(EachLength):
