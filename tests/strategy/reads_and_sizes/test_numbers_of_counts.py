@@ -308,9 +308,29 @@ class AsksForStrides(Gapped):
         return copied.sum() * copied.stride(0) / 50
 
 
+class AsksForOffsets(Gapped):
+    """Where a view begins."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x[mask])
+        part = chosen[1:, 2:]
+        return chosen.sum() * (part.storage_offset() + 1) / 50 + part.sum()
+
+
 @pytest.mark.parametrize(
     "make",
-    [DroppedOut, DroppedOutByRead, ChannelsDropped, Contiguous, Flat, Gapped, Strided, AsksForStrides, Widths],
+    [
+        DroppedOut,
+        DroppedOutByRead,
+        ChannelsDropped,
+        Contiguous,
+        Flat,
+        Gapped,
+        Strided,
+        AsksForStrides,
+        AsksForOffsets,
+        Widths,
+    ],
 )
 def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(6, 7))

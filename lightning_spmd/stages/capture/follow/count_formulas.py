@@ -498,7 +498,6 @@ class _Pass:
                 note, conditions, note.behind = self._behind
                 ties = self._every.ties.get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
-                note.usual = [*note.usual, *(self._every.usual or {}).get(len(self._step.notes), ())]
                 note.conditions = [*note.conditions, *map(equal, ties.items()), *conditions]
 
     def _keep(self, note: Note, found: _Found) -> None:
@@ -613,12 +612,14 @@ class _Pass:
         return found
 
     def _take_usual(self, depth: int, counts: Iterable[int]) -> None:
-        """Where the samples do not have one and the same operators, take other samples.
+        """Where the samples do not have the same views, take other samples.
 
         Raises:
             _Again: there are others.
         """
         names, every = [run.operators()[0] for run in self._runs], self._every
+        if len({tuple([func for func, *_ in its if not getattr(func, "is_view", False)]) for its in names}) > 1:
+            return  # they compute otherwise
         often = max(names, key=names.count)
         rare = [run.counts for run, its in zip(self._runs, names, strict=True) if its != often]
         avoided = [Condition(Formula(f"s{i} != {sample[i]}")) for sample in rare for i in sorted(counts)]
@@ -722,7 +723,6 @@ class _Pass:
             self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
-        self._take_usual(depth, self._open)
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:
