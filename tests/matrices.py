@@ -1359,6 +1359,10 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/reads_and_sizes/test_sizes_from_reads.py": (
         "batches_of_all_sizes[Longest]",
         "batches_of_all_sizes[EachLength]",
+        "batches_of_all_sizes[Listed]",
+        "batches_of_all_sizes[SizesOfOthers]",
+        "for_all_numbers[EachLength]",
+        "for_all_numbers[Cut]",
         "batches_of_all_sizes[CutToLongest]",
         "batches_of_all_sizes[Signed]",
         "batches_of_all_sizes[Rounds]",

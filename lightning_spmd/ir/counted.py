@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -75,6 +75,7 @@ def samples_within(
     conditions: Iterable[Formula],
     ties: Mapping[int, int] = _NONE,
     seed: int = 0,
+    others: Collection[int] = (),
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions.
 
@@ -84,6 +85,7 @@ def samples_within(
         conditions: each is asked once the last count that it is about is chosen.
         ties: for those that are what another one before them is, that one.
         seed: another one gives other sets.
+        others: sizes that are no counts, which a graph would treat as one with a count of the same size.
 
     Raises:
         Apart: there are hardly any.
@@ -103,10 +105,11 @@ def samples_within(
             def fits(n: int, asked: Any = asked, counts: Any = counts) -> bool:
                 return asked is None or bool(asked.at([*counts, n]))
 
-            if i not in ties and i not in pins and not fits(likely):
-                others = [n for n in _NUMBERS if n not in before and fits(n)]
-                others = [n for n in others if row != 2 or _differ_in_rests(*before, n)]
-                free = [n for n in others if n not in used] or others
+            if i not in ties and i not in pins and not (fits(likely) and likely not in others):
+                fitting = [n for n in _NUMBERS if n not in before and fits(n)]
+                fitting = [n for n in fitting if row != 2 or _differ_in_rests(*before, n)]
+                fitting = [n for n in fitting if n not in others] or fitting
+                free = [n for n in fitting if n not in used] or fitting
                 chosen = free[((row + 1) * len(free) // (GRAPHS + 2) + seed) % len(free)] if free else chosen
             if not fits(chosen):
                 raise Apart("hardly any other number of rows or elements is treated alike")

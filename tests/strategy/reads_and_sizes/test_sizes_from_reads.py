@@ -71,6 +71,16 @@ class Half(Counting):
         return first.square().sum() / 50 + rest.abs().sum() / 50
 
 
+class SizesOfOthers(Counting):
+    """Up to 12, which other things in the step are as large as."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = int((x[0, 1].abs() * 12).clamp(max=11)) + 1
+        hidden = self.wide(x)[:4, None] * self.embedding.weight[:12]
+        rows = torch.zeros(number, 6) + self.wide.weight[0]
+        return hidden[:, :number].sum(1).square().mean() / 50 + rows.square().mean()
+
+
 class Rounds(Counting):
     """How often something is done, and how large it is."""
 
@@ -155,7 +165,7 @@ class AsManyAsFound(EachLength):
 
 ALL = (
     *(Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead, Dropped),
-    *(EachLength, Listed, Cut),
+    *(EachLength, Listed, Cut, SizesOfOthers),
 )
 
 

@@ -238,7 +238,9 @@ def samples_of_path(
     asked = tuple(dict.fromkeys([*conditions, *map(Formula, sorted(codes))]))
     tied = tuple((ties_of(notes) if ties is None else ties).items())
     fixed = tuple({**pins, **pins_of(notes)}.items())
-    return list(_samples(number, fixed, asked, tuple(dict.fromkeys(formulas_of(notes))), tuple(more_formulas), tied))
+    formulas = tuple(dict.fromkeys(formulas_of(notes)))
+    sizes = frozenset(size for note in notes for spec in note.specs for size in spec.shape)
+    return list(_samples(number, fixed, asked, formulas, tuple(more_formulas), tied, sizes))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
@@ -249,11 +251,12 @@ def _samples(
     formulas: tuple[Formula, ...],
     more_formulas: tuple[Formula, ...],
     tied: tuple[tuple[int, int], ...],
+    sizes: frozenset[int],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(tied)
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
-        found = samples_within(number, pins, conditions, ties, seed)
+        found = samples_within(number, pins, conditions, ties, seed, sizes)
         if told_apart([*formulas, *more_formulas], found, pins, ties):
             alike = rests_alike(formulas, found, pins, ties)
             best = (alike, found) if best is None or alike < best[0] else best
@@ -791,6 +794,8 @@ class _Pass:
                 columns[place] = [leaf]
         for other in self._companions if columns else ():
             leaves = dict(leaves_by_place((other.args, other.kwargs)))
+            if not columns.keys() <= leaves.keys():  # numbers of another make
+                continue
             for seen in (seen for seen in other.seen if len(seen) == known):
                 points.append(seen)
                 for place, column in columns.items():
