@@ -331,8 +331,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a negative number that is read is a size like others",
         CAPTURE,
         f"{FOLLOW}/reads.py",
-        "_LONGEST_LIST and min(numbers) >= 0 and pinned",
-        "_LONGEST_LIST and pinned",
+        "is_fixed and min(numbers, default=-1) >= 0 and pinned",
+        "is_fixed and len(numbers) > 0 and pinned",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(

@@ -32,7 +32,7 @@ from lightning_spmd.stages.capture.follow.values import Values
 _MOST_PINNED = 4
 """A read for whose number alone so many paths did (an unrolled GRU of this length) is no longer a count."""
 _LONGEST_LIST = 64
-"""Numbers of a longer list are no counts: each is one more of the path."""
+"""Numbers of a longer list are no counts: each is one more of the path, and none is looked at."""
 _COMMON = 2
 """Numbers up to this one are dimensions as well."""
 _TEXTS = {Tensor.__repr__, Tensor.__format__}
@@ -93,7 +93,8 @@ class Reads:
             return step.memory.array_of_copy(source, args[0], args[1:], kwargs)
         with step.beside():
             found = func(*args, **kwargs) if told is None else told
-        whole: list[Any] = found if type(found) is list else [found]
+        whole: list[Any] = found[: _LONGEST_LIST + 1] if type(found) is list else [found]
+        whole = whole if len(whole) <= _LONGEST_LIST else []
         if all(type(n) is int for n in whole) and not (is_alone or step.is_eager):
             self._count(whole, func, given_args, given_kwargs)
         if func in _TEXTS and history is not None and not step.is_eager:
@@ -149,7 +150,7 @@ class Reads:
         needs = step.notes[source.depth].needs if type(source) is Made else ()
         is_fixed = all(i < step.opened for i in needs)  # else a list is as long as the data say
         # what is said of sizes is true of no negative numbers
-        counts = is_fixed and 0 < len(numbers) <= _LONGEST_LIST and min(numbers) >= 0 and pinned < _MOST_PINNED
+        counts = is_fixed and min(numbers, default=-1) >= 0 and pinned < _MOST_PINNED
         if not (counts or note.counts):
             return
         position = len(step.counts)
