@@ -44,6 +44,10 @@ class CaptureError(SPMDError):
             made.append(self)
 
 
+class NoCommonGraphError(CaptureError):
+    """A step has no graph for all numbers of rows or elements that the data may say: each of them gets its own."""
+
+
 _made: ContextVar[list[CaptureError] | None] = ContextVar("capture errors that were made", default=None)
 
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import HandOver
-from lightning_spmd.ir.sizes import Counts, Formula, Size, SizeFloat, mapped
+from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size, SizeFloat, mapped
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.unify import Apart, Fits, joined
 
@@ -26,6 +26,8 @@ GRAPHS = 3
 """So many graphs are compared."""
 _LARGEST_ADDED = 1 << 16
 _DIVISORS = range(2, 17)
+_TRIES = 16
+"""For each set of counts with conditions."""
 _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 
@@ -122,7 +124,9 @@ def samples_within(
     return found
 
 
-def mixed(number: int, sets: int, pins: Mapping[int, int], ties: Mapping[int, int]) -> list[list[int]]:
+def mixed(
+    number: int, sets: int, pins: Mapping[int, int], ties: Mapping[int, int], conditions: Collection[Condition] = ()
+) -> list[list[int]]:
     """Sets of counts, small and large ones in all orders.
 
     Args:
@@ -130,10 +134,17 @@ def mixed(number: int, sets: int, pins: Mapping[int, int], ties: Mapping[int, in
         sets: how many.
         pins: those that have one value in all sets.
         ties: for those that are what another one before them is, that one.
+        conditions: that they fulfill; there are fewer if hardly any do.
     """
-    draws = map(random.Random, range(sets))
-    found = [[round(2 ** draw.uniform(1, 9)) for _ in range(number)] for draw in draws]
-    return [[pins.get(i, counts[ties.get(i, i)]) for i in range(number)] for counts in found]
+    found: list[list[int]] = []
+    for draw in map(random.Random, range(sets * _TRIES)):
+        counts = [round(2 ** draw.uniform(1, 9)) for _ in range(number)]
+        counts = [pins.get(i, counts[ties.get(i, i)]) for i in range(number)]
+        if all(condition.holds(counts) for condition in conditions):
+            found.append(counts)
+        if len(found) == sets:
+            break
+    return found
 
 
 def told_apart(
@@ -237,10 +248,10 @@ def _direction(values: Sequence[int]) -> tuple[Fraction, ...]:
 
 def _linear(values: Sequence[int], known: Sequence[int], code: str) -> tuple[Formula, int] | None:
     """A number as a multiple of another one, and what is added."""
-    step = known[1] - known[0]
-    if step == 0:
+    other = next((i for i, number in enumerate(known) if number != known[0]), None)
+    if other is None:
         return None
-    factor = Fraction(values[1] - values[0], step)
+    factor = Fraction(values[other] - values[0], known[other] - known[0])
     added = values[0] - factor * known[0]
     if (
         factor == 0

@@ -213,12 +213,15 @@ class Counts(Sizes):
         number: of them, with the sizes of the batch.
         by_rank: whether there is a second one for each, behind all of these: how many of the elements this rank holds.
         places: positions of sizes of the batch, which are the first of them.
+
+    Attributes:
+        are_apart: no graph does for all of them; each step's have their own.
     """
 
     def __init__(self, number: int, *, by_rank: bool = False, places: Sequence[Dimension] = ()) -> None:
         total = 2 * number if by_rank else number
         super().__init__(places, "True", total - len(places))
-        self.length = number
+        self.length, self.are_apart = number, False
         self.current = [0] * total
 
     def put(self, first: int, values: Sequence[int]) -> None:

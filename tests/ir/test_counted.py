@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from lightning_spmd.ir.counted import GRAPHS, samples_of, samples_within
-from lightning_spmd.ir.sizes import Formula
+from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_of, samples_within
+from lightning_spmd.ir.sizes import Condition, Counts, Formula
 from lightning_spmd.ir.unify import Apart
 
 
@@ -33,3 +33,15 @@ def test_sets_fulfill_conditions() -> None:
     assert all(one[0] == 7 for one in samples_within(2, {0: 7}, []))
     with pytest.raises(Apart, match="hardly any"):
         samples_within(1, {}, [Formula("s0 < 4")])
+
+
+def test_sums_that_are_equal_in_some_sets_have_a_formula() -> None:
+    sets = [(3, 7, 10), (11, 5, 4), (8, 11, 2)]
+    found = CountFits(Counts(3), sets).formula(tuple(6 * sum(one) + 1 for one in sets))
+    assert [found.at(one) for one in ((1, 2, 3), (9, 9, 9))] == [37, 163]
+
+
+def test_mixed_counts_fulfill_conditions() -> None:
+    found = mixed(2, 16, {}, {}, [Condition(Formula("s0 + s1 < 20"))])
+    assert len(found) == 16
+    assert all(sum(one) < 20 for one in found)

@@ -11,7 +11,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_spmd.errors import CaptureError, ConfigurationError, ExpansionError, SPMDError, portable
+from lightning_spmd.errors import (
+    CaptureError,
+    ConfigurationError,
+    ExpansionError,
+    NoCommonGraphError,
+    SPMDError,
+    portable,
+)
 from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
@@ -67,6 +74,10 @@ class CannotBeBuilt(Exception):
     """A rank could not capture or expand the step. All ranks raise this together."""
 
 
+class OnlyForTheseCounts(CannotBeBuilt):
+    """No graph does for all counts of a step's path; each may have its own."""
+
+
 class OtherGradients(Exception):
     """The ranks' local batches reach different parameters, or in a different order. All ranks raise this together.
 
@@ -116,6 +127,7 @@ class GraphBuilder:
 
         Raises:
             CannotBeBuilt: on all ranks, with the reason of the first rank that cannot build.
+            OnlyForTheseCounts: on all ranks; it may be built for the step's counts alone.
             SPMDError: on all ranks, if the run cannot continue.
         """
         started = time.perf_counter()
@@ -365,7 +377,7 @@ class GraphBuilder:
             samples: the counts.
 
         Raises:
-            CaptureError: there are none that do for all counts.
+            NoCommonGraphError: there are none that do for all counts.
         """
         program = request.program
         if program is None or program.counts is None:
@@ -375,7 +387,9 @@ class GraphBuilder:
             other = dataclasses.replace(request, program=dataclasses.replace(program, at=sample))
             steps.append(capture_followed(self._capture_request(other, split)))
             if len({len(step.graph_module.graph.nodes) for step in steps}) > 1:  # a loop over what was found
-                raise CaptureError("there is no graph for all sizes that the data say: other operators are chosen")
+                raise NoCommonGraphError(
+                    "there is no graph for all sizes that the data say: other operators are chosen"
+                )
         graphs = maker.make_for_counts(steps)
         fits = CountFits(program.counts, samples)
         for formula in formulas_of(program.notes):
@@ -383,7 +397,7 @@ class GraphBuilder:
         try:
             main = for_all_counts([g.main for g in graphs], fits)
         except Apart as error:
-            raise CaptureError(f"there is no graph for all sizes that the data say: {error}") from None
+            raise NoCommonGraphError(f"there is no graph for all sizes that the data say: {error}") from None
         return dataclasses.replace(graphs[0], main=main)
 
     def _captured(self, request: CaptureRequest) -> CapturedStep:
@@ -442,6 +456,8 @@ class GraphBuilder:
             if executable is not None:
                 self._check_agreement(executable.graphs.main, executable.captured)
             return
+        if isinstance(worst, NoCommonGraphError):
+            raise OnlyForTheseCounts(str(worst))
         if isinstance(worst, CaptureError | ExpansionError):
             raise CannotBeBuilt(str(worst))
         raise worst

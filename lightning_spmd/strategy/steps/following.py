@@ -810,7 +810,8 @@ class Following:
             except Apart:
                 samples = []
             self._counts[key] = counts, with_parts(samples) if in_parts and samples else samples
-        return self._counts[key]
+        counts, samples = self._counts[key]
+        return counts, [] if counts.are_apart else samples
 
     def help_out(self, followed: FollowedStep) -> None:
         """Do what ranks need that read or keep alone, once Python is done here; all ranks together.

@@ -37,7 +37,7 @@ from lightning_spmd.stages.runtime.ahead import Outvoted
 from lightning_spmd.stages.runtime.executor import Executable, Pending
 from lightning_spmd.stages.runtime.pausing import PausingExecutable
 from lightning_spmd.stages.runtime.trial_runs.trial_runs import FirstRunError
-from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder
+from lightning_spmd.strategy.graphs.building import CannotBeBuilt, GraphBuilder, OnlyForTheseCounts
 from lightning_spmd.strategy.graphs.graph_table import Found, GraphTable
 from lightning_spmd.strategy.graphs.own_graphs import OwnGraphs
 from lightning_spmd.strategy.graphs.run_context import Ran, RunContext, StepRequest
@@ -554,7 +554,15 @@ class TrainingIteration:
         self.flush()
         found = table.with_open_sizes(found, request)
         self._tell_of_sizes(request)
-        executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
+        try:
+            executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
+        except OnlyForTheseCounts:
+            if (program := request.program) is None or program.counts is None:
+                raise
+            program.counts.are_apart = True
+            program = dataclasses.replace(program, samples=(), at=tuple(program.live.counts))
+            request = dataclasses.replace(request, program=program)
+            return self._build(request, table.find(request, found.split))
         found = self._closed(found, executable, request)
         self._found = dataclasses.replace(found, index=table.add(found.key, executable))
         table.forget_unused()

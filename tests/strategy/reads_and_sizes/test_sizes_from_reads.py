@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import InOrder, assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
 from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
-from tests.strategy.small import Quiet, run
+from tests.strategy.small import run
 
 
 class Longest(Counting):
@@ -163,9 +163,32 @@ class AsManyAsFound(EachLength):
         return sum((hidden[i, :n].mean() for i, n in enumerate(lengths[lengths > 5].tolist())), hidden.mean())
 
 
+class RecurrentToLongest(Counting):
+    """Often all that there is: no slice then, and the gradient has other strides. Weights are among the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(6, 6, batch_first=True)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        longest = int((x[:4, 1].abs() * 6).long().clamp(max=11).max()) + 1
+        hidden = self.wide(x)[:, None] * self.embedding.weight[:12]
+        return self.recurrent(hidden[:, :longest])[1][0].square().mean()
+
+
+class ByHandToLongest(Counting):
+    """The gradient of what is cut, with other strides if all of it is taken, weighs the loss."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        longest = int((x[:4, 1].abs() * 6).long().clamp(max=11).max()) + 1
+        hidden = self.wide(x)[:, None] * self.embedding.weight[:12]
+        loss = torch.tanh(hidden[:, :longest].transpose(1, 2).contiguous()).square().mean()
+        return self(x).square().mean() * torch.autograd.grad(loss, self.wide.weight)[0].square().sum()
+
+
 ALL = (
     *(Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead, Dropped),
-    *(EachLength, Listed, Cut, SizesOfOthers),
+    *(EachLength, Listed, Cut, SizesOfOthers, RecurrentToLongest, ByHandToLongest),
 )
 
 
@@ -215,32 +238,10 @@ def test_lists_that_are_no_sizes(make: type[Counting]) -> None:
     assert_bitwise(ours, train(make, "auto", range(12, 20)))
 
 
-@pytest.mark.parametrize("make", [Longest, CutToLongest, Hardest, BesideChosen, Half, Listed])
+@pytest.mark.parametrize(
+    "make", [Longest, CutToLongest, Hardest, BesideChosen, Half, Listed, RecurrentToLongest, InFours]
+)
 def test_they_are_those_of_all_ranks(make: type[Counting], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)
     assert_compiled(ours[0])
     assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=3))
-
-
-class RecurrentToLongest(Quiet):
-    """A recurrent call, which has lists of weights among its arguments, up to a number that is read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.recurrent = nn.Linear(6, 6), nn.LSTM(6, 6, batch_first=True)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, lengths = batch
-        return self.recurrent(self.wide(x)[:, : int(lengths.max())])[1][0].square().mean()
-
-
-def _sequences() -> InOrder:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(2, 13, (48,), generator=generator)
-    return InOrder(list(zip(torch.randn(48, 12, 6, generator=generator), lengths, strict=True)), 2)
-
-
-def test_a_recurrent_call_up_to_a_number_that_is_read() -> None:
-    ours = run(RecurrentToLongest, data=_sequences, max_epochs=1)
-    assert_compiled(ours)
-    assert_equals_one_device([ours], run(RecurrentToLongest, "auto", data=_sequences, max_epochs=1))

@@ -49,6 +49,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
 from lightning_spmd.stages.capture.follow.sizes import ForAllSizes, candidates, is_like, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
+from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers, slice_numbers, slices_that_matter
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _MORE = 16
@@ -70,11 +71,12 @@ class _Pinned(Exception):
         depth: of the call.
         reason: why.
         is_behind: the backward pass of what it gives has none.
+        counts: those on which that depends, if not on all that the call meets.
     """
 
-    def __init__(self, depth: int, reason: str, *, is_behind: bool = False) -> None:
+    def __init__(self, depth: int, reason: str, *, is_behind: bool = False, counts: Iterable[int] = ()) -> None:
         super().__init__(reason)
-        self.depth, self.reason, self.is_behind = depth, reason, is_behind
+        self.depth, self.reason, self.is_behind, self.counts = depth, reason, is_behind, set(counts)
 
 
 @dataclass
@@ -141,10 +143,11 @@ class CountFormulas:
             except _Pinned as error:
                 note = step.notes[error.depth]
                 if error.is_behind:
-                    begin = self._pin(note, set(range(self.known_behind(note))), error.reason)
+                    begin = self._pin(note, error.counts or set(range(self.known_behind(note))), error.reason)
                     continue
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
                 counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
+                counts = error.counts or counts
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
             except Apart as error:
                 begin = self._pin(step.notes[min(begin, len(step.notes) - 1)], set(range(len(step.counts))), str(error))
@@ -254,6 +257,7 @@ def _samples(
     sizes: frozenset[int],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(tied)
+    conditions = tuple([condition for condition in conditions if condition.names() - pins.keys()])
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
         found = samples_within(number, pins, conditions, ties, seed, sizes)
@@ -373,6 +377,19 @@ class _Run:
             numbers += [*given, *(size for tensor in made for size in tensor.shape)]
         return names, numbers
 
+    def slices(self, results: Iterable[Tensor] = ()) -> dict[int, SliceNumbers]:
+        """The slices whose gradients matter (``whole_slices``) in the last call or backward pass, by number.
+
+        Args:
+            results: of it, that others get.
+        """
+        below = self._recording.below
+        seen, below.seen = below.seen or [], None
+        with self._step.beside(), self._recording.active(), torch.no_grad():
+            found = {i: slice_numbers(seen, i) for i in slices_that_matter(seen, results)}
+        below.seen = seen
+        return found
+
     def close(self) -> None:
         """End it."""
         self._recording.values.engine.close()
@@ -430,7 +447,8 @@ class _Pass:
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
-        more = mixed(number, _MORE, pins, tied) if every.opaque else ()
+        known = [condition for note in step.notes[:begin] for condition in note.conditions]
+        more = mixed(number, _MORE, pins, tied, known) if every.opaque else ()
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
         free = [i for i in range(number) if i not in pins and i not in tied]
@@ -573,6 +591,7 @@ class _Pass:
                 )
             self._symbolic.assume([(call, known)])
         if is_new:
+            conditions += self._slices_of(note, made)
             wanted = self._shapes(self._few, known)
             alike = [run is None or run.kind == kind for run in self._few]
             others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not alike[i])]
@@ -698,6 +717,41 @@ class _Pass:
             raise _Again
         return conditions
 
+    def _slices_of(
+        self, note: Note, results: Sequence[Sequence[Tensor]], *, is_behind: bool = False
+    ) -> list[Condition]:
+        """That no slice whose gradient matters takes all, in the call or backward pass that was made last.
+
+        Args:
+            note: the call, or that which gives the loss.
+            results: of it that others get, for each sample.
+            is_behind: it is the backward pass of what that gives.
+        """
+        tables = [run.slices(out) for run, out in zip(self._runs, results, strict=True)]
+        found = list[Condition]()
+        for index in [i for i in tables[0] if all(i in table for table in tables)]:
+            numbers = [self._formula(its) for its in zip(*[table[index] for table in tables], strict=True)]
+            condition = SliceNumbers(*numbers).condition()
+            if condition is None:
+                continue
+            if not condition.holds(self._step.counts):
+                self._take_for_one(SliceNumbers(*numbers), len(self._step.notes) if is_behind else note.depth)
+                reason = f"{note.name} or what it gives takes all of a tensor"
+                raise _Pinned(note.depth, reason, is_behind=is_behind, counts=condition.formula.names())
+            found.append(condition)
+        return found
+
+    def _take_for_one(self, slice_: SliceNumbers, depth: int) -> None:
+        """Where a slice takes all since it ends where the tensor does, tie these counts.
+
+        Raises:
+            _Again: they are tied.
+        """
+        tie = _tie(Condition(Formula(f"{slice_.end} == {slice_.size}"))) if slice_.start == 0 else None
+        if tie is not None and len({self._step.counts[i] for i in tie}) == 1:
+            self._every.ties[depth] = {**self._every.ties.get(depth, {}), **dict([tie])}
+            raise _Again
+
     def _learn(self, formula: Formula) -> None:
         """A formula of the path, which the samples are to tell from others."""
         if formula in self._every.formulas:
@@ -726,10 +780,12 @@ class _Pass:
             self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
+        slices = self._slices_of(note, [()] * len(self._runs), is_behind=True)
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:
             conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))
+        conditions += slices
         reason = f"the backward pass of {note.name} is another one for some numbers of rows or elements"
         likeness = self._likeness()
 
