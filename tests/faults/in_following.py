@@ -362,7 +362,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "calls are compared for counts that the path does not have",
         CAPTURE,
-        "lightning_spmd/ir/counted.py",
+        "ir/counted.py",
         "if all(condition.holds(counts) for condition in conditions):",
         "if len(counts) == number:",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
@@ -370,7 +370,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "of counts that are equal in two samples there is no formula",
         CAPTURE,
-        "lightning_spmd/ir/counted.py",
+        "ir/counted.py",
         "next((i for i, number in enumerate(known) if number != known[0]), None)",
         "1 if known[1] != known[0] else None",
         ("tests/ir/test_counted.py",),
@@ -378,7 +378,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "graphs without a common form are none",
         CAPTURE,
-        "lightning_spmd/strategy/graphs/building.py",
+        "strategy/graphs/building.py",
         "raise NoCommonGraphError(f",
         "raise CaptureError(f",
         (f"{READ_SIZES}::test_torch_divides_by_sizes",),
