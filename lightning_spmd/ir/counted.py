@@ -7,7 +7,9 @@ a product of two, with a number added. Nothing else is looked for.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -28,11 +30,17 @@ _LARGEST_ADDED = 1 << 16
 _DIVISORS = range(2, 17)
 _TRIES = 16
 """For each set of counts with conditions."""
+_HARDLY_ANY = "hardly any other number of rows or elements is treated alike"
 _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 
 
-_NONE: Mapping[int, int] = {}
+_DRAWS = 4000
+"""For counts that follow from others few fulfill conditions."""
+
+Ties = Mapping[int, Formula]
+"""Counts that follow from others in all steps, with how."""
+_NONE: Ties = {}
 _NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
 """Counts that are tried where not all are treated alike."""
 
@@ -75,7 +83,7 @@ def samples_within(
     number: int,
     pins: Mapping[int, int],
     conditions: Iterable[Formula],
-    ties: Mapping[int, int] = _NONE,
+    ties: Ties = _NONE,
     seed: int = 0,
     others: Collection[int] = (),
 ) -> list[tuple[int, ...]]:
@@ -85,13 +93,37 @@ def samples_within(
         number: of counts.
         pins: those that have one value in all sets.
         conditions: each is asked once the last count that it is about is chosen.
-        ties: for those that are what another one before them is, that one.
+        ties: counts that follow from others.
         seed: another one gives other sets.
         others: sizes that are no counts, which a graph would treat as one with a count of the same size.
 
     Raises:
         Apart: there are hardly any.
     """
+    conditions, open_ties = list(conditions), {i: formula for i, formula in ties.items() if i not in pins}
+    free, found = [i for i in range(number) if i not in pins and i not in ties], None
+    if all(max(formula.names()) < i for i, formula in open_ties.items()):
+        with contextlib.suppress(Apart):
+            found = _chosen(number, pins, conditions, open_ties, seed, others)
+            if all(len({sample[i] for i in free}) == len(free) for sample in found):
+                return found
+    try:  # equal ones would be one number of a graph
+        return _drawn(number, pins, conditions, open_ties, seed, others)
+    except Apart:
+        if found is None:
+            raise
+        return found
+
+
+def _chosen(
+    number: int,
+    pins: Mapping[int, int],
+    conditions: Sequence[Formula],
+    ties: Ties,
+    seed: int,
+    others: Collection[int],
+) -> list[tuple[int, ...]]:
+    """One after the other, far from each other if they may be."""
     by_last: dict[int, list[str]] = {}
     for formula in conditions:
         by_last.setdefault(max(formula.names()), []).append(f"({formula})")
@@ -102,7 +134,7 @@ def samples_within(
         counts: list[int] = []
         for i, likely in enumerate(sample):
             asked, before = asked_of.get(i), [one[i] for one in found]
-            chosen = counts[ties[i]] if i in ties else pins.get(i, likely)
+            chosen = ties[i].at(counts) if i in ties else pins.get(i, likely)
 
             def fits(n: int, asked: Any = asked, counts: Any = counts) -> bool:
                 return asked is None or bool(asked.at([*counts, n]))
@@ -111,21 +143,95 @@ def samples_within(
                 fitting = [n for n in _NUMBERS if n not in before and fits(n)]
                 fitting = [n for n in fitting if row != 2 or _differ_in_rests(*before, n)]
                 fitting = [n for n in fitting if n not in others] or fitting
-                free = [n for n in fitting if n not in used] or fitting
+                free = [n for n in fitting if n not in used] or [n for n in fitting if n not in counts] or fitting
                 chosen = free[((row + 1) * len(free) // (GRAPHS + 2) + seed) % len(free)] if free else chosen
-            if not fits(chosen):
-                raise Apart("hardly any other number of rows or elements is treated alike")
+            if not fits(chosen) or (i in ties and chosen < 2):
+                raise Apart(_HARDLY_ANY)
             counts.append(chosen)
             used.add(chosen)
         found.append(tuple(counts))
     columns = [column for i, column in enumerate(zip(*found, strict=True)) if i not in ties and i not in pins]
     if len(set(columns)) < len(columns):
-        raise Apart("hardly any other number of rows or elements is treated alike")
+        raise Apart(_HARDLY_ANY)
     return found
 
 
+def _drawn(
+    number: int,
+    pins: Mapping[int, int],
+    conditions: Sequence[Formula],
+    ties: Ties,
+    seed: int,
+    others: Collection[int],
+) -> list[tuple[int, ...]]:
+    """At random, until they fulfill the conditions: of a sum and its parts none can be chosen after the other."""
+    draws, found = random.Random(seed), list[tuple[int, ...]]()
+    free = [i for i in range(number) if i not in pins and i not in ties]
+    asked = Formula(" and ".join(f"({formula})" for formula in conditions) or "True")
+    for row in range(GRAPHS + 1):
+        for attempt in range(_DRAWS):
+            largest = draws.uniform(1.5, 9)  # all of them must be small, if their sum is
+            counts = with_ties([round(2 ** draws.uniform(1, largest)) for _ in range(number)], pins, ties)
+            columns = [[*(one[i] for one in found), counts[i]] for i in free]
+            if min(counts, default=0) < 2 or any(len(set(column)) < len(column) for column in columns):
+                continue
+            chosen = {counts[i] for i in free}
+            if len(chosen) < len(free) and attempt < _DRAWS * 3 // 4:
+                continue
+            are_usual = chosen.isdisjoint(others) and (row != 2 or all(_differ_in_rests(*column) for column in columns))
+            if (are_usual or attempt > _DRAWS // 2) and asked.at(counts):
+                found.append(tuple(counts))
+                break
+        else:
+            raise Apart(_HARDLY_ANY)
+    return found
+
+
+def with_ties(counts: Sequence[Any], pins: Mapping[int, int], ties: Ties) -> list[Any]:
+    """Counts, those that follow from others with what follows.
+
+    Args:
+        counts: numbers or symbols.
+        pins: those that have one value.
+        ties: those that follow from others.
+    """
+    found = [pins.get(i, count) for i, count in enumerate(counts)]
+    rest = {i: formula for i, formula in ties.items() if i not in pins and i < len(found)}
+    while rest:
+        known = first((i for i, formula in rest.items() if rest.keys().isdisjoint(formula.names())), "tie")
+        found[known] = rest.pop(known).at(found)
+    return found
+
+
+def tie_of(condition: Condition, counts: Sequence[int]) -> tuple[int, Formula] | None:
+    """The count that follows from others if a condition holds, and how; None if it does not say so.
+
+    Args:
+        condition: ``s0 == s1 + s2``.
+        counts: of a step; the largest of those that may follow does, so that none becomes negative.
+    """
+    sides = condition.formula.code.split(" == ")
+    if len(sides) != 2 or condition.formula.factor != (1, 1):
+        return None
+    names = sorted(condition.formula.names())
+    difference, number = Formula(f"({sides[0]}) - ({sides[1]})"), len(counts)
+    added, draws = difference.at([0] * number), random.Random(0)
+    factors = {i: (difference.at([int(i == j) for j in range(number)]) or 0) - (added or 0) for i in names}
+    points = [[draws.randrange(2, 1000) for _ in range(number)] for _ in range(8)]
+    if added is None or any(difference.at(p) != added + sum(f * p[i] for i, f in factors.items()) for p in points):
+        return None  # more than a sum
+    shared = math.gcd(*factors.values(), added) or 1
+    added, factors = added // shared, {i: f // shared for i, f in factors.items()}
+    chosen = max([i for i in names if abs(factors[i]) == 1], key=lambda i: (counts[i], i), default=None)
+    if chosen is None or len(names) < 2:
+        return None
+    sign = -factors.pop(chosen)
+    terms = [f"s{i}" if f * sign == 1 else f"{f * sign}*s{i}" for i, f in factors.items()]
+    return chosen, Formula(" + ".join([*terms, str(added * sign)] if added else terms))
+
+
 def mixed(
-    number: int, sets: int, pins: Mapping[int, int], ties: Mapping[int, int], conditions: Collection[Condition] = ()
+    number: int, sets: int, pins: Mapping[int, int], ties: Ties, conditions: Collection[Condition] = ()
 ) -> list[list[int]]:
     """Sets of counts, small and large ones in all orders.
 
@@ -133,13 +239,12 @@ def mixed(
         number: of counts.
         sets: how many.
         pins: those that have one value in all sets.
-        ties: for those that are what another one before them is, that one.
+        ties: counts that follow from others.
         conditions: that they fulfill; there are fewer if hardly any do.
     """
     found: list[list[int]] = []
     for draw in map(random.Random, range(sets * _TRIES)):
-        counts = [round(2 ** draw.uniform(1, 9)) for _ in range(number)]
-        counts = [pins.get(i, counts[ties.get(i, i)]) for i in range(number)]
+        counts = with_ties([round(2 ** draw.uniform(1, 9)) for _ in range(number)], pins, ties)
         if all(condition.holds(counts) for condition in conditions):
             found.append(counts)
         if len(found) == sets:
@@ -148,7 +253,7 @@ def mixed(
 
 
 def told_apart(
-    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Mapping[int, int]
+    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Ties
 ) -> bool:
     """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``."""
     others = mixed(len(samples[0]), 24, pins, ties)
@@ -161,7 +266,7 @@ def told_apart(
 
 
 def rests_alike(
-    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Mapping[int, int]
+    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Ties
 ) -> int:
     """Of how many formulas halves, thirds or quarters would be on a line in the graphs, though they are not."""
     others, found = mixed(len(samples[0]), 24, pins, ties), 0

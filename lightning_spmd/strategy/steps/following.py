@@ -75,6 +75,8 @@ NEW_PATHS = 8
 """So many paths get a graph when a step takes them first; from then on when one takes them again."""
 NEW_LONG_PATHS = 4
 """The same where the known paths have many calls."""
+_REMEMBERED = 4096
+"""So many paths, and counts without a common graph, that steps took last."""
 NEW_PATHS_IN_PARTS = 64
 """The same where a step that runs eagerly needs whole parameters; each shape of a batch has paths of its own."""
 
@@ -709,8 +711,11 @@ class Following:
         program = self._program(
             step, wants, source, logs() if is_own else (), in_parts=meeting is not None and not is_own
         )
-        self._taken[step.path] = self._taken.get(step.path, 0) + 1
-        if self._taken[step.path] == 1 and may_wait and len(self._taken) > self._most_new_paths:
+        way = step.path, program.at
+        self._taken[way] = self._taken.pop(way, 0) + 1
+        if len(self._taken) > _REMEMBERED:
+            del self._taken[next(iter(self._taken), way)]
+        if self._taken[way] == 1 and may_wait and len(self._taken) > self._most_new_paths:
             step.eagerly(NEW_PATH, step.left_at)
             self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)

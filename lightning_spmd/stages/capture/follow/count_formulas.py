@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,18 +19,28 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, rests_alike, samples_within, told_apart
+from lightning_spmd.ir.counted import (
+    GRAPHS,
+    CountFits,
+    Ties,
+    mixed,
+    rests_alike,
+    samples_within,
+    tie_of,
+    told_apart,
+    with_ties,
+)
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.counts import (
     compiled_specs,
     counts_in,
-    equal,
     formulas_of,
     pins_of,
     sizes_in,
     specs_for,
+    tied,
     ties_of,
 )
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
@@ -104,7 +113,7 @@ class CountFormulas:
         tried: how many choices of numbers a call was tried with, by depth.
         conditions: that samples must fulfill, by depth.
         usual: conditions on samples alone, by depth; None if they leave hardly any.
-        ties: counts that must be equal to one before them, by depth.
+        ties: counts that must follow from others, by depth.
         skips: calls before the first count are taken for made.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart.
@@ -116,7 +125,7 @@ class CountFormulas:
         self.tried: dict[int, int] = {}
         self.conditions: dict[int, list[Condition]] = {}
         self.usual: dict[int, list[Condition]] | None = {}
-        self.ties: dict[int, dict[int, int]] = {}
+        self.ties: dict[int, dict[int, Formula]] = {}
         # which masks are the same depends on the writes into them
         self.skips = not step.opened and all(note.same is None for note in step.notes)
         self.by_python = False
@@ -157,9 +166,8 @@ class CountFormulas:
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
         step, depth = self._step, note.depth
-        ties = self.all_ties()
-        tied = {i for i, first in ties.items() if first in counts or i in counts}
-        counts = (counts | tied | {ties[i] for i in tied}) - pins_of(step.notes).keys()
+        groups = [{i, *formula.names()} for i, formula in self.all_ties().items()]
+        counts = counts.union(*(group for group in groups if group & counts)) - pins_of(step.notes).keys()
         if not counts:
             for later in step.notes[depth:]:
                 later.apart = reason
@@ -171,7 +179,7 @@ class CountFormulas:
         self.opaque.discard(depth)
         return depth
 
-    def _ties(self) -> dict[int, int]:
+    def _ties(self) -> dict[int, Formula]:
         """Sizes of the batch that were what others before them were in all steps."""
         step = self._step
         if step.tree is None:
@@ -179,10 +187,11 @@ class CountFormulas:
         places = step.tree.sizes.places
         rows = [tuple(step.counts[: step.opened]), *step.tree.known, *(v for v, _ in step.follower.others(places))]
         columns = list(zip(*rows, strict=True))
-        return {i: columns.index(column) for i, column in enumerate(columns) if columns.index(column) < i}
+        firsts = [(i, columns.index(column)) for i, column in enumerate(columns)]
+        return {i: Formula(f"s{first}") for i, first in firsts if first < i}
 
-    def all_ties(self) -> dict[int, int]:
-        """The counts that are equal to one before them, with that one."""
+    def all_ties(self) -> dict[int, Formula]:
+        """The counts that follow from others, with how."""
         found = ties_of(self._step.notes)
         for ties in self.ties.values():
             found |= ties
@@ -220,7 +229,7 @@ def samples_of_path(
     pins: Mapping[int, int],
     more: Iterable[Sequence[Condition]] = (),
     more_formulas: Iterable[Formula] = (),
-    ties: Mapping[int, int] | None = None,
+    ties: Ties | None = None,
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -230,7 +239,7 @@ def samples_of_path(
         pins: those that are the same in all of them, beside those for which alone there is the path.
         more: further conditions.
         more_formulas: that are to be told apart as well.
-        ties: counts that are equal to one before them, if not those of the path alone.
+        ties: counts that follow from others, if not those of the path alone.
 
     Raises:
         Apart: there are hardly any.
@@ -239,11 +248,11 @@ def samples_of_path(
     conditions += [condition.formula for some in more for condition in some]
     codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
     asked = tuple(dict.fromkeys([*conditions, *map(Formula, sorted(codes))]))
-    tied = tuple((ties_of(notes) if ties is None else ties).items())
+    all_ties = tuple((ties_of(notes) if ties is None else ties).items())
     fixed = tuple({**pins, **pins_of(notes)}.items())
     formulas = tuple(dict.fromkeys(formulas_of(notes)))
     sizes = frozenset(size for note in notes for spec in note.specs for size in spec.shape)
-    return list(_samples(number, fixed, asked, formulas, tuple(more_formulas), tied, sizes))
+    return list(_samples(number, fixed, asked, formulas, tuple(more_formulas), all_ties, sizes))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
@@ -253,10 +262,10 @@ def _samples(
     conditions: tuple[Formula, ...],
     formulas: tuple[Formula, ...],
     more_formulas: tuple[Formula, ...],
-    tied: tuple[tuple[int, int], ...],
+    all_ties: tuple[tuple[int, Formula], ...],
     sizes: frozenset[int],
 ) -> list[tuple[int, ...]]:
-    pins, ties = dict(fixed), dict(tied)
+    pins, ties = dict(fixed), dict(all_ties)
     conditions = tuple([condition for condition in conditions if condition.names() - pins.keys()])
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
@@ -280,12 +289,6 @@ def _constant(formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pin
         if formula.names() - pins.keys() and len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1:
             return formula
     return None
-
-
-def _tie(condition: Condition) -> tuple[int, int] | None:
-    """(a count, one before it) that must be equal, if it is that which a condition says."""
-    found = re.fullmatch(r"s(\d+) == s(\d+)", condition.formula.code)
-    return None if found is None else (max(map(int, found.groups())), min(map(int, found.groups())))
 
 
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
@@ -439,7 +442,7 @@ class _Pass:
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
         self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
         number, pins = len(step.counts), pins_of(step.notes)
-        tied = every.all_ties()
+        ties = every.all_ties()
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples)
         self._runs = [_Run(step, sample) for sample in samples]
@@ -448,15 +451,14 @@ class _Pass:
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
         known = [condition for note in step.notes[:begin] for condition in note.conditions]
-        more = mixed(number, _MORE, pins, tied, known) if every.opaque else ()
+        more = mixed(number, _MORE, pins, ties, known) if every.opaque else ()
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
-        free = [i for i in range(number) if i not in pins and i not in tied]
+        free = [i for i in range(number) if i not in pins and i not in ties]
         made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
-        made.update((i, made[first]) for i, first in tied.items() if first in made and i not in pins)
         self._open = free
         mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
-        on_symbols = [pins[i] if i in pins else made[i] for i in range(number)]
+        on_symbols = with_ties([made.get(i, 0) for i in range(number)], pins, ties)
         self._symbolic = _Run(step, on_symbols, mode)
         self._found: dict[int, _Found] = {}
         self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
@@ -519,7 +521,7 @@ class _Pass:
                 note, conditions, note.behind = self._behind
                 ties = self._every.ties.get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
-                note.conditions = [*note.conditions, *map(equal, ties.items()), *conditions]
+                note.conditions = [*note.conditions, *map(tied, ties.items()), *conditions]
 
     def _keep(self, note: Note, found: _Found) -> None:
         if found.numbers:
@@ -531,7 +533,7 @@ class _Pass:
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
         note.ties = {**note.ties, **self._every.ties.get(note.depth, {})}
         note.usual = (self._every.usual or {}).get(note.depth, ())
-        note.is_fitted, note.conditions = True, [*map(equal, note.ties.items()), *found.conditions]
+        note.is_fitted, note.conditions = True, [*map(tied, note.ties.items()), *found.conditions]
 
     @property
     def _every_run(self) -> list[_Run]:
@@ -703,10 +705,10 @@ class _Pass:
         for code in filter(None, codes):
             if "math." not in code and "torch." not in code:  # what graphs can compute
                 self._learn(self._renamed(code))
-        ties = dict(filter(None, map(_tie, conditions)))
-        if ties.keys() - self._every.all_ties().keys():
-            self._every.ties[depth] = {**self._every.ties.get(depth, {}), **ties}
-            raise _Again
+        known = self._every.all_ties()
+        found = filter(None, [tie_of(condition, self._step.counts) for condition in conditions])
+        if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
+            self._tie(depth, tie)
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
             try:
@@ -716,6 +718,15 @@ class _Pass:
                 self._every.opaque.add(depth)
             raise _Again
         return conditions
+
+    def _tie(self, depth: int, tie: tuple[int, Formula]) -> None:
+        """A count follows from others behind a call.
+
+        Raises:
+            _Again: as it does from now on.
+        """
+        self._every.ties[depth] = {**self._every.ties.get(depth, {}), **dict([tie])}
+        raise _Again
 
     def _slices_of(
         self, note: Note, results: Sequence[Sequence[Tensor]], *, is_behind: bool = False
@@ -747,10 +758,11 @@ class _Pass:
         Raises:
             _Again: they are tied.
         """
-        tie = _tie(Condition(Formula(f"{slice_.end} == {slice_.size}"))) if slice_.start == 0 else None
-        if tie is not None and len({self._step.counts[i] for i in tie}) == 1:
-            self._every.ties[depth] = {**self._every.ties.get(depth, {}), **dict([tie])}
-            raise _Again
+        ends = Condition(Formula(f"{slice_.end} == {slice_.size}"))
+        if slice_.start != 0 or not ends.holds(self._step.counts):
+            return
+        if (tie := tie_of(ends, self._step.counts)) is not None:
+            self._tie(depth, tie)
 
     def _learn(self, formula: Formula) -> None:
         """A formula of the path, which the samples are to tell from others."""

@@ -111,15 +111,15 @@ def pins_of(notes: Iterable[Note]) -> dict[int, int]:
     return {i: count for note in notes for i, count in note.pins.items()}
 
 
-def equal(tie: tuple[int, int]) -> Condition:
-    """The condition that two counts are equal."""
-    one, other = tie
-    return Condition(Formula(f"s{one} == s{other}"))
+def tied(tie: tuple[int, Formula]) -> Condition:
+    """The condition that a count follows from others."""
+    count, formula = tie
+    return Condition(Formula(f"s{count} == {formula}"))
 
 
-def ties_of(notes: Iterable[Note]) -> dict[int, int]:
-    """The counts that are equal to one before them in all steps on a path, with that one."""
-    return {i: first for note in notes for i, first in note.ties.items()}
+def ties_of(notes: Iterable[Note]) -> dict[int, Formula]:
+    """The counts that follow from others in all steps on a path, with how."""
+    return {i: formula for note in notes for i, formula in note.ties.items()}
 
 
 def may_have(counts: Sequence[int], pins: Mapping[int, int], conditions: Iterable[Condition]) -> bool:

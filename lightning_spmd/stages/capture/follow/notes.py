@@ -230,7 +230,7 @@ class Note:
         conditions: on counts, without which it is another call.
         usual: conditions on counts that graphs are made with: with others torch leaves out a slice that takes all.
         behind: if it gives a loss and its backward pass has been looked at, the sizes in that that follow from counts.
-        ties: counts that are taken for the same as one before them, with that one.
+        ties: counts that follow from others, with how.
         roots: of each result what it shares memory with, itself if nothing, and how many elements behind it begins.
         writes: into whose memory it writes.
     """
@@ -286,7 +286,7 @@ class Note:
     conditions: Sequence[Condition] = ()
     usual: Sequence[Condition] = ()
     behind: Sequence[Formula] | None = None
-    ties: dict[int, int] = field(default_factory=dict[int, int])
+    ties: dict[int, Formula] = field(default_factory=dict[int, Formula])
     roots: list[tuple[Source, int]] = field(default_factory=list[tuple[Source, int]])
     writes: frozenset[Source] = frozenset()
 
