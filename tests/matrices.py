@@ -1366,6 +1366,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "are_no_sizes[AsManyAsFound]",
         "batches_of_all_sizes[SizesOfOthers]",
         "batches_of_all_sizes[RecurrentToLongest]",
+        "batches_of_all_sizes[SplitAsChosen]",
         "batches_of_all_sizes[ByHandToLongest]",
         "all_ranks[RecurrentToLongest]",
         "for_all_numbers[EachLength]",

@@ -28,7 +28,7 @@ GRAPHS = 3
 """So many graphs are compared."""
 _LARGEST_ADDED = 1 << 16
 _DIVISORS = range(2, 17)
-_TRIES = 16
+_TRIES = 64
 """For each set of counts with conditions."""
 _HARDLY_ANY = "hardly any other number of rows or elements is treated alike"
 _SCALE_OF_PARTS = 10007
@@ -142,9 +142,10 @@ def _chosen(
             if i not in ties and i not in pins and not (fits(likely) and likely not in others):
                 fitting = [n for n in _NUMBERS if n not in before and fits(n)]
                 fitting = [n for n in fitting if row != 2 or _differ_in_rests(*before, n)]
-                fitting = [n for n in fitting if n not in others] or fitting
-                free = [n for n in fitting if n not in used] or [n for n in fitting if n not in counts] or fitting
-                chosen = free[((row + 1) * len(free) // (GRAPHS + 2) + seed) % len(free)] if free else chosen
+                for avoided in (counts, others, used):  # equal ones would be one number of a graph
+                    fitting = [n for n in fitting if n not in avoided] or fitting
+                if fitting:
+                    chosen = fitting[((row + 1) * len(fitting) // (GRAPHS + 2) + seed) % len(fitting)]
             if not fits(chosen) or (i in ties and chosen < 2):
                 raise Apart(_HARDLY_ANY)
             counts.append(chosen)
@@ -168,17 +169,20 @@ def _drawn(
     draws, found = random.Random(seed), list[tuple[int, ...]]()
     free = [i for i in range(number) if i not in pins and i not in ties]
     asked = Formula(" and ".join(f"({formula})" for formula in conditions) or "True")
-    for row in range(GRAPHS + 1):
+    for row, likely in enumerate(samples_of(number, seed=seed)):
         for attempt in range(_DRAWS):
-            largest = draws.uniform(1.5, 9)  # all of them must be small, if their sum is
-            counts = with_ties([round(2 ** draws.uniform(1, largest)) for _ in range(number)], pins, ties)
+            kept, largest = draws.random(), draws.uniform(1.5, 9)  # all of them must be small, if their sum is
+            chosen = [n if draws.random() < kept else round(2 ** draws.uniform(1, largest)) for n in likely]
+            counts = with_ties(chosen, pins, ties)
             columns = [[*(one[i] for one in found), counts[i]] for i in free]
             if min(counts, default=0) < 2 or any(len(set(column)) < len(column) for column in columns):
                 continue
-            chosen = {counts[i] for i in free}
-            if len(chosen) < len(free) and attempt < _DRAWS * 3 // 4:
+            different = {counts[i] for i in free}
+            if len(different) < len(free) and attempt < _DRAWS * 3 // 4:
                 continue
-            are_usual = chosen.isdisjoint(others) and (row != 2 or all(_differ_in_rests(*column) for column in columns))
+            are_usual = different.isdisjoint(others) and (
+                row != 2 or all(_differ_in_rests(*column) for column in columns)
+            )
             if (are_usual or attempt > _DRAWS // 2) and asked.at(counts):
                 found.append(tuple(counts))
                 break
@@ -215,19 +219,19 @@ def tie_of(condition: Condition, counts: Sequence[int]) -> tuple[int, Formula] |
         return None
     names = sorted(condition.formula.names())
     difference, number = Formula(f"({sides[0]}) - ({sides[1]})"), len(counts)
-    added, draws = difference.at([0] * number), random.Random(0)
-    factors = {i: (difference.at([int(i == j) for j in range(number)]) or 0) - (added or 0) for i in names}
+    draws = random.Random(0)
+    factors = {i: difference.at([int(i == j) for j in range(number)]) or 0 for i in names}
     points = [[draws.randrange(2, 1000) for _ in range(number)] for _ in range(8)]
-    if added is None or any(difference.at(p) != added + sum(f * p[i] for i, f in factors.items()) for p in points):
-        return None  # more than a sum
-    shared = math.gcd(*factors.values(), added) or 1
-    added, factors = added // shared, {i: f // shared for i, f in factors.items()}
+    if any(difference.at(p) != sum(f * p[i] for i, f in factors.items()) for p in points):
+        return None  # more than a sum; a number beside it may be a count of this step that was taken for a constant
+    shared = math.gcd(*factors.values()) or 1
+    factors = {i: f // shared for i, f in factors.items()}
     chosen = max([i for i in names if abs(factors[i]) == 1], key=lambda i: (counts[i], i), default=None)
     if chosen is None or len(names) < 2:
         return None
     sign = -factors.pop(chosen)
     terms = [f"s{i}" if f * sign == 1 else f"{f * sign}*s{i}" for i, f in factors.items()]
-    return chosen, Formula(" + ".join([*terms, str(added * sign)] if added else terms))
+    return chosen, Formula(" + ".join(terms))
 
 
 def mixed(
@@ -244,8 +248,9 @@ def mixed(
     """
     found: list[list[int]] = []
     for draw in map(random.Random, range(sets * _TRIES)):
-        counts = with_ties([round(2 ** draw.uniform(1, 9)) for _ in range(number)], pins, ties)
-        if all(condition.holds(counts) for condition in conditions):
+        largest = draw.uniform(1.5, 9) if conditions else 9  # small ones all at once fulfill most of them
+        counts = with_ties([round(2 ** draw.uniform(1, largest)) for _ in range(number)], pins, ties)
+        if counts not in found and all(condition.holds(counts) for condition in conditions):
             found.append(counts)
         if len(found) == sets:
             break

@@ -719,8 +719,11 @@ class Following:
             step.eagerly(NEW_PATH, step.left_at)
             self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)
-        if step.data_counts.apart is not None:
-            step.eagerly(step.data_counts.apart)
+        apart = step.data_counts.apart
+        if apart is None and step.has_counts and not program.may_have(step.counts):  # a call was not asked for it
+            apart = "the calls of a step were taken for those of other numbers of rows or elements"
+        if apart is not None:
+            step.eagerly(apart)
             return FollowedStep(step, _resolved(returned), queue, (), None)
         mark = step.mark if meeting is None or is_own else self._mark(step)
         followed = FollowedStep(step, returned, queue, list(wants), program, talk, mark)

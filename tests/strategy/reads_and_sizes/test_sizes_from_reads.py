@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.helpers.training import Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
 from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
-from tests.strategy.small import run
+from tests.strategy.small import Quiet, run
 
 
 class Longest(Counting):
@@ -186,9 +187,28 @@ class ByHandToLongest(Counting):
         return self(x).square().mean() * torch.autograd.grad(loss, self.wide.weight)[0].square().sum()
 
 
+class ApartAndJoined(Counting):
+    """Two counts, on which a call before them was found to depend: all of a batch in parts, in twelves."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.wide(x)
+        joined = torch.cat([hidden[mask], hidden[~mask].tanh()])
+        return self.wide(joined).view(-1, 12, 6).mean(1).square().mean()
+
+
+class SplitAsChosen(Counting):
+    """As many rows as lengths together: a count that follows from others."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = ((x[:4, 1].abs() * 5).long() + 2).clamp(max=12)
+        hidden = self.wide(x)[:4, None] * self.embedding.weight[:12]
+        chosen = hidden[torch.arange(12)[None] < lengths[:, None]]
+        return torch.stack([self.wide(part).square().mean() for part in chosen.split(lengths.tolist())]).mean()
+
+
 ALL = (
     *(Longest, CutToLongest, Hardest, BesideChosen, Signed, Half, Rounds, OftenRead, Dropped),
-    *(EachLength, Listed, Cut, SizesOfOthers, RecurrentToLongest, ByHandToLongest),
+    *(EachLength, Listed, Cut, SizesOfOthers, SplitAsChosen, RecurrentToLongest, ByHandToLongest),
 )
 
 
@@ -236,6 +256,58 @@ def test_lists_that_are_no_sizes(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(12, 20))
     assert_compiled(ours)
     assert_bitwise(ours, train(make, "auto", range(12, 20)))
+
+
+def test_two_counts_of_one_whole() -> None:
+    ours = train(ApartAndJoined, "spmd", range(12, 49, 12))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(ApartAndJoined, "auto", range(12, 49, 12)))
+
+
+class CutTwice(Quiet):
+    """Rows and steps: hardly any number of rows takes less than all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(6, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, lengths = batch
+        longest, number = int(lengths.max()), int((lengths > 3).sum())
+        hidden = self.wide(x)
+        return hidden[:, :longest].mean(1).square().mean() + hidden[:number].square().mean()
+
+
+class CutToEach(CutTwice):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, lengths = batch
+        hidden = self.wide(x)
+        return torch.stack([hidden[i, :n].mean(0) for i, n in enumerate(lengths.tolist())]).square().mean()
+
+
+WHOLE = {
+    CutTwice: (10, [[3, 6, 6, 10], [2, 5, 8, 4], [4, 7, 7, 3], [10, 7, 6, 10], [10, 2, 10, 2]]),
+    CutToEach: (7, [[4, 1, 3, 7], [7, 4, 5, 5], [7, 3, 3, 5], [7, 7, 5, 7], [3, 3, 7, 7], [3, 7, 5, 2]]),
+}
+"""Lengths of rows of which some are as long as all there is, which two numbers were, before one of them is."""
+
+
+@pytest.mark.parametrize("make", WHOLE)
+def test_one_of_two_takes_all(make: type[Quiet]) -> None:
+    longest, lengths = WHOLE[make]
+    generator = torch.Generator().manual_seed(0)
+    data: Any = DataLoader(
+        [(torch.randn(4, longest, 6, generator=generator), torch.tensor(its)) for its in lengths],  # type: ignore[arg-type]
+        batch_size=None,
+    )
+
+    def trained(strategy: str) -> Result:
+        torch.manual_seed(5)
+        return fit(make(), data, strategy, 1, [], max_epochs=1)[0]
+
+    ours = trained("spmd")
+    assert_compiled(ours)
+    assert_bitwise(ours, trained("auto"))
 
 
 @pytest.mark.parametrize(

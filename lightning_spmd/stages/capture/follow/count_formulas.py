@@ -117,6 +117,7 @@ class CountFormulas:
         skips: calls before the first count are taken for made.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart.
+        dropped: conditions that hardly any counts fulfill, by depth.
         opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
     """
 
@@ -130,6 +131,7 @@ class CountFormulas:
         self.skips = not step.opened and all(note.same is None for note in step.notes)
         self.by_python = False
         self.opaque: set[int] = set()
+        self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, None] = {}
 
     def find(self) -> None:
@@ -172,11 +174,15 @@ class CountFormulas:
             for later in step.notes[depth:]:
                 later.apart = reason
             return len(step.notes) + 1
+        # a call is not asked for counts that nobody knows yet
+        behind = (after for after in step.notes[depth:] if self._known_at(after) > max(counts))
+        note = next(behind, step.notes[-1])
         note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
-        for read in (before for before in step.notes[: depth + 1] if before.reads and counts & set(before.counts)):
+        for read in (before for before in step.notes[: note.depth + 1] if before.reads and counts & set(before.counts)):
             step.follower.sizes_at[read.source] += 1
         self.tried.pop(depth, None)
         self.opaque.discard(depth)
+        self.dropped.pop(depth, None)
         return depth
 
     def _ties(self) -> dict[int, Formula]:
@@ -201,6 +207,10 @@ class CountFormulas:
         """How many counts are known before a call is made."""
         step = self._step
         return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
+
+    def _known_at(self, note: Note) -> int:
+        """How many counts are known when a call is told from others: of a read, with its own."""
+        return self.known_behind(note) if note.reads else self.known_before(note)
 
     def known_behind(self, note: Note) -> int:
         """How many counts are known once a call has been made."""
@@ -451,7 +461,13 @@ class _Pass:
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
         known = [condition for note in step.notes[:begin] for condition in note.conditions]
-        more = mixed(number, _MORE, pins, ties, known) if every.opaque else ()
+        known += [condition for conditions in every.conditions.values() for condition in conditions]
+        more = mixed(number, _MORE, pins, ties, known) if every.opaque else []
+        self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
+        for depth, dropped in every.dropped.items():
+            alike = mixed(number, _MORE // 4, pins, ties, [*known, *dropped])
+            self._untold |= {depth} if len(alike) < 2 else set()
+            more += alike
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
         free = [i for i in range(number) if i not in pins and i not in ties]
@@ -548,6 +564,7 @@ class _Pass:
         if self._makes_from:
             self._every.skips = self._every.by_python = False
             self._every.opaque.clear()
+            self._every.dropped.clear()
             raise _Again
 
     def _note(self, note: Note) -> None:
@@ -587,7 +604,7 @@ class _Pass:
         if is_opaque:
             likeness = self._likeness()
             its = [run is not None and (run.kind != kind or likeness.of(run) is not _LIKE) for run in self._more]
-            if more != self._shapes(self._more, known) or any(its):
+            if more != self._shapes(self._more, known) or any(its) or depth in self._untold:
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
                 )
@@ -655,6 +672,7 @@ class _Pass:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
         self._every.opaque.discard(depth)
+        self._every.dropped.pop(depth, None)
         self._every.ties.pop(depth, None)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
@@ -714,7 +732,7 @@ class _Pass:
             try:
                 self._every.samples()
             except Apart:
-                del self._every.conditions[depth]
+                self._every.dropped[depth] = self._every.conditions.pop(depth)
                 self._every.opaque.add(depth)
             raise _Again
         return conditions
@@ -808,7 +826,8 @@ class _Pass:
                 return _FAILED
             return likeness.of(run)
 
-        if any(run is not None and likeness_of(run) is not _LIKE for run in self._more):
+        likes = [run is None or likeness_of(run) is _LIKE for run in self._more]
+        if not all(likes) or depth in self._untold:
             raise _Pinned(loss.depth, reason, is_behind=True)
         # a sum of one row may be left out: that it is there does no harm
         few = [run is not None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
