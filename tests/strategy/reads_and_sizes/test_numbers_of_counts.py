@@ -128,7 +128,7 @@ class Edges(Counting):
 
 
 ALL = (Views, Positions, Padded, CutOff, Sampled, Halves, InFours, Windows, Causal, Resized, Edges)
-MOST = {CutOff: 4, Sampled: 8, Halves: 5, InFours: 6, Padded: 4, Views: 3}
+MOST = {CutOff: 4, Sampled: 9, Halves: 5, InFours: 6, Padded: 4, Views: 3}
 """Graphs: there is one for the first step, some for the first counts, and one on each side of a number."""
 
 

@@ -66,6 +66,8 @@ _MORE = 16
 _SEEDS = 24
 _MOST_AVOIDED = 16
 """Counts that samples do without for one call."""
+_SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
+"""Indexing slices, and gives another tensor of the same memory where all slices take all."""
 _FAILED, _LIKE, _OTHER_OPERATORS, _OTHER_SIZES = object(), object(), object(), object()
 
 
@@ -390,6 +392,12 @@ class _Run:
             numbers += [*given, *(size for tensor in made for size in tensor.shape)]
         return names, numbers
 
+    def slices_less(self, other: _Run) -> bool:
+        """Whether the last call is that of another run, but that slices took all and were left out."""
+        ours, theirs = ([func for func, *_ in run.operators()[0]] for run in (self, other))
+        rest, other_rest = ([func for func in its if func not in _SLICES] for its in (ours, theirs))
+        return rest == other_rest and ours.count(_SLICES[0]) < theirs.count(_SLICES[0])
+
     def slices(self, results: Iterable[Tensor] = ()) -> dict[int, SliceNumbers]:
         """The slices whose gradients matter (``whole_slices``) in the last call or backward pass, by number.
 
@@ -601,6 +609,9 @@ class _Pass:
         few_runs = list(self._few)
         self._calls.append(call)
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
+        for index, (run, got) in enumerate(zip(self._more, self._shapes(self._more, known), strict=True)):
+            if run is not None and more[index] == got and run.slices_less(self._runs[0]):
+                self._more[index] = more[index] = None  # what takes all is looked at by itself
         if is_opaque:
             likeness = self._likeness()
             its = [run is not None and (run.kind != kind or likeness.of(run) is not _LIKE) for run in self._more]
@@ -826,7 +837,8 @@ class _Pass:
                 return _FAILED
             return likeness.of(run)
 
-        likes = [run is None or likeness_of(run) is _LIKE for run in self._more]
+        others = [run for run in self._more if run is not None and all(c.holds(run.counts) for c in slices)]
+        likes = [likeness_of(run) is _LIKE for run in others]
         if not all(likes) or depth in self._untold:
             raise _Pinned(loss.depth, reason, is_behind=True)
         # a sum of one row may be left out: that it is there does no harm
