@@ -234,6 +234,17 @@ def tie_of(condition: Condition, counts: Sequence[int]) -> tuple[int, Formula] |
     return chosen, Formula(" + ".join(terms))
 
 
+def are_fixed(condition: Condition, number: int) -> bool:
+    """Whether counts together are a constant (``s0 + s1 == 20``), which may be numbers of the step that were not known.
+
+    Args:
+        condition: of counts.
+        number: of these.
+    """
+    sides = condition.formula.code.split(" == ")
+    return len(sides) == 2 and bool(Formula(f"({sides[0]}) - ({sides[1]})").at([0] * number))
+
+
 def mixed(
     number: int, sets: int, pins: Mapping[int, int], ties: Ties, conditions: Collection[Condition] = ()
 ) -> list[list[int]]:

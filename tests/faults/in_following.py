@@ -400,6 +400,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
+        "numbers that were not known are constants",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "        if tried < len(choices) and any(are_fixed(",
+        "        if tried > len(choices) and any(are_fixed(",
+        (f"{READ_SIZES}::test_batches_of_all_sizes",),
+    ),
+    Mutant(
         "graphs without a common form are none",
         CAPTURE,
         "strategy/graphs/building.py",

@@ -23,6 +23,7 @@ from lightning_spmd.ir.counted import (
     GRAPHS,
     CountFits,
     Ties,
+    are_fixed,
     mixed,
     rests_alike,
     samples_within,
@@ -584,6 +585,9 @@ class _Pass:
         call = note.with_arguments(args, kwargs)
         is_opaque = depth in self._every.opaque
         conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
+        tried = self._every.tried.get(depth, 0) + 1
+        if tried < len(choices) and any(are_fixed(condition, len(self._step.counts)) for condition in conditions):
+            raise self._otherwise(depth, choices, f"{note.name} is that of some numbers alone")
         try:
             made = [run.make(call) for run in self._runs]
             self._own.make(call)
@@ -684,6 +688,7 @@ class _Pass:
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
         self._every.opaque.discard(depth)
         self._every.dropped.pop(depth, None)
+        self._every.conditions.pop(depth, None)
         self._every.ties.pop(depth, None)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
