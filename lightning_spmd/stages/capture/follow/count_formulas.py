@@ -475,7 +475,8 @@ class _Pass:
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
             alike = mixed(number, _MORE // 4, pins, ties, [*known, *dropped])
-            self._untold |= {depth} if len(alike) < 2 else set()
+            is_open = any(condition.formula.names() - pins.keys() for condition in dropped)
+            self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes(lambda: "")
