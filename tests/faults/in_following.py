@@ -376,22 +376,6 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         ("tests/ir/test_counted.py",),
     ),
     Mutant(
-        "counts are required of calls before them",
-        CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
-        "if self._known_at(after) > max(counts))",
-        "if len(counts) > 0)",
-        (f"{READ_SIZES}::test_two_counts_of_one_whole",),
-    ),
-    Mutant(
-        "decisions that hardly any counts share are not looked at",
-        CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
-        "                self._every.dropped[depth] = self._every.conditions.pop(depth)\n",
-        "                del self._every.conditions[depth]\n",
-        (f"{READ_SIZES}::test_one_of_two_takes_all",),
-    ),
-    Mutant(
         "a count is its own, though it follows from others",
         CAPTURE,
         "ir/counted.py",
