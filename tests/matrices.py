@@ -1367,6 +1367,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "batches_of_all_sizes[SizesOfOthers]",
         "batches_of_all_sizes[RecurrentToLongest]",
         "batches_of_all_sizes[SplitAsChosen]",
+        "for_all_numbers[SplitAsChosen]",
         "batches_of_all_sizes[ByHandToLongest]",
         "all_ranks[RecurrentToLongest]",
         "for_all_numbers[EachLength]",

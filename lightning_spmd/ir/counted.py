@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -35,8 +34,8 @@ _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 
 
-_DRAWS = 4000
-"""For counts that follow from others few fulfill conditions."""
+_DRAWS = 2000
+"""For each set of counts that cannot be chosen one after the other."""
 
 Ties = Mapping[int, Formula]
 """Counts that follow from others in all steps, with how."""
@@ -108,7 +107,8 @@ def samples_within(
             if all(len({sample[i] for i in free}) == len(free) for sample in found):
                 return found
     try:  # equal ones would be one number of a graph
-        return _drawn(number, pins, conditions, open_ties, seed, others)
+        draws = _DRAWS if found is None else _DRAWS // 4
+        return _drawn(number, pins, conditions, open_ties, seed, others, draws)
     except Apart:
         if found is None:
             raise
@@ -164,30 +164,46 @@ def _drawn(
     ties: Ties,
     seed: int,
     others: Collection[int],
+    tries: int,
 ) -> list[tuple[int, ...]]:
     """At random, until they fulfill the conditions: of a sum and its parts none can be chosen after the other."""
     draws, found = random.Random(seed), list[tuple[int, ...]]()
     free = [i for i in range(number) if i not in pins and i not in ties]
     asked = Formula(" and ".join(f"({formula})" for formula in conditions) or "True")
     for row, likely in enumerate(samples_of(number, seed=seed)):
-        for attempt in range(_DRAWS):
+        for attempt in range(tries):
             kept, largest = draws.random(), draws.uniform(1.5, 9)  # all of them must be small, if their sum is
             chosen = [n if draws.random() < kept else round(2 ** draws.uniform(1, largest)) for n in likely]
-            counts = with_ties(chosen, pins, ties)
-            columns = [[*(one[i] for one in found), counts[i]] for i in free]
-            if min(counts, default=0) < 2 or any(len(set(column)) < len(column) for column in columns):
+            counts = with_ties(_moved(chosen, pins, ties), pins, ties)
+            if min(counts, default=0) < 2 or not asked.at(counts):
                 continue
             different = {counts[i] for i in free}
-            if len(different) < len(free) and attempt < _DRAWS * 3 // 4:
+            if len(different) < len(free) and attempt < tries * 3 // 4:
+                continue
+            columns = [[*(one[i] for one in found), counts[i]] for i in free]
+            if any(len(set(column)) < len(column) for column in columns):
                 continue
             are_usual = different.isdisjoint(others) and (
                 row != 2 or all(_differ_in_rests(*column) for column in columns)
             )
-            if (are_usual or attempt > _DRAWS // 2) and asked.at(counts):
+            if are_usual or attempt > tries // 2:
                 found.append(tuple(counts))
                 break
         else:
             raise Apart(_HARDLY_ANY)
+    return found
+
+
+def _moved(counts: Sequence[int], pins: Mapping[int, int], ties: Ties) -> list[int]:
+    """Counts, of which one other of each tie is changed so that what follows is what was drawn for it."""
+    found = [pins.get(i, count) for i, count in enumerate(counts)]
+    for i, formula in ties.items():
+        missing = found[i] - (formula.at(found) or 0)
+        for j in sorted(formula.names() - pins.keys() - ties.keys()):
+            moved = [*found[:j], found[j] + missing, *found[j + 1 :]]
+            if moved[j] >= 2 and formula.at(moved) == found[i]:
+                found = moved
+                break
     return found
 
 
@@ -207,31 +223,32 @@ def with_ties(counts: Sequence[Any], pins: Mapping[int, int], ties: Ties) -> lis
     return found
 
 
-def tie_of(condition: Condition, counts: Sequence[int]) -> tuple[int, Formula] | None:
+def tie_of(condition: Condition, number: int) -> tuple[int, Formula] | None:
     """The count that follows from others if a condition holds, and how; None if it does not say so.
 
     Args:
         condition: ``s0 == s1 + s2``.
-        counts: of a step; the largest of those that may follow does, so that none becomes negative.
+        number: of counts. The last one of the condition follows, so that where it is known all others are.
     """
     sides = condition.formula.code.split(" == ")
     if len(sides) != 2 or condition.formula.factor != (1, 1):
         return None
     names = sorted(condition.formula.names())
-    difference, number = Formula(f"({sides[0]}) - ({sides[1]})"), len(counts)
-    draws = random.Random(0)
+    difference, draws, last = Formula(f"({sides[0]}) - ({sides[1]})"), random.Random(0), condition.last
+    if len(names) < 2 or difference.at([0] * number):
+        return None  # a number beside them may be a count of this step that was taken for a constant
+    for one, other in (sides, reversed(sides)):
+        if one == f"s{last}" and last not in Formula(other).names():
+            return last, Formula(other)
     factors = {i: difference.at([int(i == j) for j in range(number)]) or 0 for i in names}
     points = [[draws.randrange(2, 1000) for _ in range(number)] for _ in range(8)]
     if any(difference.at(p) != sum(f * p[i] for i, f in factors.items()) for p in points):
-        return None  # more than a sum; a number beside it may be a count of this step that was taken for a constant
-    shared = math.gcd(*factors.values()) or 1
-    factors = {i: f // shared for i, f in factors.items()}
-    chosen = max([i for i in names if abs(factors[i]) == 1], key=lambda i: (counts[i], i), default=None)
-    if chosen is None or len(names) < 2:
+        return None  # more than a sum
+    below = -factors.pop(last)
+    if not below or any(f % below for f in factors.values()):
         return None
-    sign = -factors.pop(chosen)
-    terms = [f"s{i}" if f * sign == 1 else f"{f * sign}*s{i}" for i, f in factors.items()]
-    return chosen, Formula(" + ".join(terms))
+    terms = [f"s{i}" if f == below else f"{f // below}*s{i}" for i, f in factors.items()]
+    return last, Formula(" + ".join(terms))
 
 
 def are_fixed(condition: Condition, number: int) -> bool:

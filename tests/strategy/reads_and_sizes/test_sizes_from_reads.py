@@ -285,25 +285,62 @@ class CutToEach(CutTwice):
         return torch.stack([hidden[i, :n].mean(0) for i, n in enumerate(lengths.tolist())]).square().mean()
 
 
+class SplitOfAll(CutTwice):
+    """The chosen rows are known before the lengths whose sum they are, also of batches of another size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, lengths = batch
+        chosen = self.wide(x)[torch.arange(x.shape[1])[None] < lengths[:, None]]
+        return torch.stack([self.wide(part[:, :6]).mean() for part in chosen.split(lengths.tolist())]).square().mean()
+
+
+class OffDiagonal(CutTwice):
+    """A count that is a product of another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, lengths = batch
+        chosen = self.wide(x[0])[torch.arange(x.shape[1]) < lengths[0]]
+        number, alike = len(chosen), chosen @ chosen.t()
+        return alike[~torch.eye(number, dtype=torch.bool)].view(number, number - 1).exp().mean()
+
+
 WHOLE = {
     CutTwice: (10, [[3, 6, 6, 10], [2, 5, 8, 4], [4, 7, 7, 3], [10, 7, 6, 10], [10, 2, 10, 2]]),
+    SplitOfAll: (
+        12,
+        [
+            [4, 6, 6],
+            [9, 12, 7],
+            [10, 9, 10],
+            [3, 6, 4],
+            [4, 7, 9],
+            [11, 11, 11],
+            [2, 10, 8],
+            [5, 12, 9],
+            [12, 4, 7],
+            [9, 7, 8],
+            [8, 10, 6],
+            [10, 2],
+        ],
+    ),
+    OffDiagonal: (9, [[4], [7], [3], [5], [9], [2], [6], [8]]),
     CutToEach: (7, [[4, 1, 3, 7], [7, 4, 5, 5], [7, 3, 3, 5], [7, 7, 5, 7], [3, 3, 7, 7], [3, 7, 5, 2]]),
 }
-"""Lengths of rows of which some are as long as all there is, which two numbers were, before one of them is."""
+"""Lengths of rows: of some all that there is, of two at once before it is one, and with one row less in the end."""
 
 
 @pytest.mark.parametrize("make", WHOLE)
-def test_one_of_two_takes_all(make: type[Quiet]) -> None:
+def test_lengths_of_rows(make: type[Quiet]) -> None:
     longest, lengths = WHOLE[make]
     generator = torch.Generator().manual_seed(0)
     data: Any = DataLoader(
-        [(torch.randn(4, longest, 6, generator=generator), torch.tensor(its)) for its in lengths],  # type: ignore[arg-type]
+        [(torch.randn(len(its), longest, 6, generator=generator), torch.tensor(its)) for its in lengths],  # type: ignore[arg-type]
         batch_size=None,
     )
 
     def trained(strategy: str) -> Result:
         torch.manual_seed(5)
-        return fit(make(), data, strategy, 1, [], max_epochs=1)[0]
+        return fit(make(), data, strategy, 1, [], max_epochs=2)[0]
 
     ours = trained("spmd")
     assert_compiled(ours)

@@ -178,7 +178,7 @@ class CountFormulas:
                 later.apart = reason
             return len(step.notes) + 1
         # a call is not asked for counts that nobody knows yet
-        behind = (after for after in step.notes[depth:] if self._known_at(after) > max(counts))
+        behind = (after for after in step.notes[depth:] if self.known_at(after) > max(counts))
         note = next(behind, step.notes[-1])
         note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
         for read in (before for before in step.notes[: note.depth + 1] if before.reads and counts & set(before.counts)):
@@ -211,7 +211,7 @@ class CountFormulas:
         step = self._step
         return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
 
-    def _known_at(self, note: Note) -> int:
+    def known_at(self, note: Note) -> int:
         """How many counts are known when a call is told from others: of a read, with its own."""
         return self.known_behind(note) if note.reads else self.known_before(note)
 
@@ -540,16 +540,27 @@ class _Pass:
         finally:
             for run in self._every_run:
                 run.close()
+            ties_at = self._ties_at()
             for depth, found in self._found.items():
                 if depth < end:
-                    self._keep(self._step.notes[depth], found)
+                    self._keep(self._step.notes[depth], found, ties_at.get(depth, {}))
             if self._behind is not None and end:
                 note, conditions, note.behind = self._behind
-                ties = self._every.ties.get(len(self._step.notes), {})
+                ties = ties_at.get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
                 note.conditions = [*note.conditions, *map(tied, ties.items()), *conditions]
 
-    def _keep(self, note: Note, found: _Found) -> None:
+    def _ties_at(self) -> dict[int, dict[int, Formula]]:
+        """At which calls ties are asked for: formulas of all calls behind what a tied count is known at may use it."""
+        found: dict[int, dict[int, Formula]] = {}
+        for depth, ties in self._every.ties.items():
+            for count, formula in ties.items():
+                notes = (note for note in self._step.notes[:depth] if note.depth in self._found)
+                at = next((note.depth for note in notes if self._every.known_at(note) > count), depth)
+                found.setdefault(at, {})[count] = formula
+        return found
+
+    def _keep(self, note: Note, found: _Found, ties: dict[int, Formula]) -> None:
         if found.numbers:
             note.args, note.kwargs = with_numbers((note.args, note.kwargs), found.numbers)
             note.take = None
@@ -557,7 +568,7 @@ class _Pass:
         if found.specs is not None:
             note.sizes, note.needs = compiled_specs(found.specs), tuple(sorted(counts_in(found.specs)))
             note.sized_for, note.spare = tuple([self._step.counts[i] for i in note.needs]), {}
-        note.ties = {**note.ties, **self._every.ties.get(note.depth, {})}
+        note.ties = {**note.ties, **ties}
         note.usual = (self._every.usual or {}).get(note.depth, ())
         note.is_fitted, note.conditions = True, [*map(tied, note.ties.items()), *found.conditions]
 
@@ -641,6 +652,9 @@ class _Pass:
                 raise self._otherwise(depth, choices, reason)
             in_numbers = [size.formula for size in sizes_in(numbers.values())]
             in_specs = [n for spec in found or () for n in (*spec.shape, *spec.stride) if isinstance(n, Formula)]
+            known_now = self._every.known_behind(note)
+            if any(i >= known_now for formula in (*in_numbers, *in_specs) for i in formula.names()):
+                raise self._otherwise(depth, choices, f"{note.name} is before what it depends on")
             if _constant((*in_numbers, *in_specs), [run.counts for run in self._runs], pins_of(self._step.notes)):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
@@ -741,7 +755,7 @@ class _Pass:
             if "math." not in code and "torch." not in code:  # what graphs can compute
                 self._learn(self._renamed(code))
         known = self._every.all_ties()
-        found = filter(None, [tie_of(condition, self._step.counts) for condition in conditions])
+        found = filter(None, [tie_of(condition, len(self._step.counts)) for condition in conditions])
         if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
             self._tie(depth, tie)
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
@@ -796,7 +810,7 @@ class _Pass:
         ends = Condition(Formula(f"{slice_.end} == {slice_.size}"))
         if slice_.start != 0 or not ends.holds(self._step.counts):
             return
-        if (tie := tie_of(ends, self._step.counts)) is not None:
+        if (tie := tie_of(ends, len(self._step.counts))) is not None:
             self._tie(depth, tie)
 
     def _learn(self, formula: Formula) -> None:
