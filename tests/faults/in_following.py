@@ -379,8 +379,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a count is its own, though it follows from others",
         CAPTURE,
         "ir/counted.py",
-        "    if chosen is None or len(names) < 2:\n",
-        "    if chosen is None or len(names) < 3 or len(names) > 2:\n",
+        "    if len(names) < 2 or difference.at([0] * number):\n",
+        "    if len(names) < 2 or names:\n",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
