@@ -338,6 +338,22 @@ def test_a_few_rows_are_treated_otherwise(make: type[Counting]) -> None:
     assert_bitwise(ours, train(make, "auto", range(6, 7)))
 
 
+class InThrees(FewRows):
+    """What is left over is not taken: sometimes there is nothing."""
+
+    order = (9, 0, 4, 8, 7, 6, 4, 3, 5, 9, 2, 1, 10)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x)[mask]
+        return chosen[: len(chosen) // 3 * 3].view(-1, 3, 6).mean(1).tanh().sum() / 50
+
+
+def test_rows_in_threes() -> None:
+    ours = train(InThrees, "spmd", range(12, 13))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(InThrees, "auto", range(12, 13)))
+
+
 class TwoFound(Counting):
     """The smaller of two counts decides what is taken of the batch."""
 
@@ -385,7 +401,21 @@ class HalfOfBoth(Together):
         return F.interpolate(torch.cat([x, y]).t()[None], scale_factor=0.5, mode="linear")
 
 
-@pytest.mark.parametrize("make", [Shorter, Longer, HalfOfBoth])
+class AsManyAsOthers(Counting):
+    """Python asks it before the first call that works for as many alone."""
+
+    pairs = ((4, 4), (3, 6), (2, 6), (5, 6), (6, 6), (4, 4), (2, 4), (5, 3), (1, 1), (2, 2), (6, 3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        one, other = self.pairs[batch_idx % len(self.pairs)]
+        hidden, number = self.wide(batch[0]), torch.arange(6)
+        left, right = hidden[number < one], hidden[number < other]
+        if len(left) == len(right):
+            return (left * right).tanh().mean()
+        return (left.repeat(2, 1) * right if 2 * len(left) == len(right) else right.cos()).mean() * len(right)
+
+
+@pytest.mark.parametrize("make", [Shorter, Longer, HalfOfBoth, AsManyAsOthers])
 def test_what_torch_makes_of_two_counts(make: type[Together]) -> None:
     ours = train(make, "spmd", range(6, 7))
     assert_compiled(ours)

@@ -177,11 +177,10 @@ class CountFormulas:
             for later in step.notes[depth:]:
                 later.apart = reason
             return len(step.notes) + 1
-        # a call is not asked for counts that nobody knows yet
-        behind = (after for after in step.notes[depth:] if self.known_at(after) > max(counts))
-        note = next(behind, step.notes[-1])
-        note.pins, note.take = {**note.pins, **{i: step.counts[i] for i in sorted(counts)}}, None
-        for read in (before for before in step.notes[: note.depth + 1] if before.reads and counts & set(before.counts)):
+        for i in sorted(counts):  # where they are known: what Python sees before is right for others as well
+            note = next((after for after in step.notes[depth:] if self.known_behind(after) > i), step.notes[-1])
+            note.pins, note.take = {**note.pins, i: step.counts[i]}, None
+        for read in (before for before in step.notes if before.reads and counts & set(before.counts)):
             step.follower.sizes_at[read.source] += 1
         self.tried.pop(depth, None)
         self.opaque.discard(depth)
@@ -210,10 +209,6 @@ class CountFormulas:
         """How many counts are known before a call is made."""
         step = self._step
         return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
-
-    def known_at(self, note: Note) -> int:
-        """How many counts are known when a call is told from others: of a read, with its own."""
-        return self.known_behind(note) if note.reads else self.known_before(note)
 
     def known_behind(self, note: Note) -> int:
         """How many counts are known once a call has been made."""
@@ -556,7 +551,7 @@ class _Pass:
         for depth, ties in self._every.ties.items():
             for count, formula in ties.items():
                 notes = (note for note in self._step.notes[:depth] if note.depth in self._found)
-                at = next((note.depth for note in notes if self._every.known_at(note) > count), depth)
+                at = next((note.depth for note in notes if self._every.known_behind(note) > count), depth)
                 found.setdefault(at, {})[count] = formula
         return found
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lightning_spmd import _private_api as private
@@ -31,15 +32,28 @@ class DataCounts:
 
     def __init__(self, step: StepState, recorder: Recorder, copies: Copies, generator: OwnGenerator) -> None:
         self._step, self._recorder, self._copies, self._generator = step, recorder, copies, generator
+        self._ahead: Told = {}
 
     def may_be(self, note: Note) -> bool:
         """Whether this step has the counts that a call requires, as far as they are known."""
         if not (note.pins or note.conditions):
             return True
-        return may_have(self._step.counts, note.pins, note.conditions)
+        ahead = self._ahead.get(note.slot, ()) if note.counts else ()
+        return may_have([*self._step.counts, *ahead] if ahead else self._step.counts, note.pins, note.conditions)
+
+    @contextlib.contextmanager
+    def counted_already(self, note: Note, told: Sequence[int]) -> Iterator[None]:
+        """While another call is looked for than this one, which requires other counts than it has been told."""
+        self._ahead = {note.slot: told}
+        try:
+            yield
+        finally:
+            self._ahead = {}
 
     def counts_first(self, note: Note, args: Any, kwargs: Any) -> Told:
         """The counts of a call that is not noted yet."""
+        if self._ahead:
+            return self._ahead
         step = self._step
         if isinstance(note.func, EngineCall):
             raise CannotBeFollowed("something as large as the data say is made in a backward pass")
@@ -69,6 +83,7 @@ class DataCounts:
         """Give Python the data-dependent sizes of the results of a known call, now the last of the path."""
         step = self._step
         told, self._recorder.just_told = self._recorder.just_told, None
+        told = self._ahead.get(note.slot, told)
         if told is None:
             with step.beside():
                 given = step.on_read()
@@ -85,9 +100,11 @@ class DataCounts:
             raise CannotBeFollowed(f"{note.name} makes other things than before")
         step.counts += told
 
-    def take_back(self, known: int) -> None:
-        """Keep this many counts: the call that gave more is not taken."""
+    def take_back(self, known: int) -> list[int]:
+        """Keep this many counts: the call that gave more is not taken. Returns those."""
+        told = self._step.counts[known:]
         del self._step.counts[known:]
+        return told
 
     def fit(self, note: Note) -> None:
         """Fit a known call to the counts of this step, and size its results.

@@ -793,18 +793,27 @@ class Step(StepState, TorchFunctionMode):
         self.held[note.depth] = args, kwargs
         if note.counts or self.counts:
             before, self.here, known_counts = self.here, note, len(self.counts)
+            reason = None
             try:
                 if counts:
                     self.data_counts.count(note, args, kwargs)
-                self.data_counts.fit(note)
+                is_another = counts and not self.data_counts.may_be(note)
+                if not is_another:
+                    self.data_counts.fit(note)
             except CannotBeFollowed as error:
+                is_another, reason = True, str(error)
+            self.here = before
+            if is_another:
                 self.notes.pop()
                 del self.held[note.depth]
-                self.data_counts.take_back(known_counts)
-                self.here = before
-                self.eagerly(str(error))
-                return note.func(*args, **kwargs)
-            self.here = before
+                told = self.data_counts.take_back(known_counts)
+                if reason is not None:
+                    self.eagerly(reason)
+                    return note.func(*args, **kwargs)
+                if note.met:
+                    self.recorder.unmet(min(note.met))
+                with self.data_counts.counted_already(note, told):
+                    return self.called(note.func, args, kwargs)
         self.hand_out(note)
         for placeholder, source in zip(note.handed, note.made, strict=True):
             self.sources[id(placeholder)] = source
