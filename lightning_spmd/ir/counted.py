@@ -8,6 +8,7 @@ a product of two, with a number added. Nothing else is looked for.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ _LARGEST_ADDED = 1 << 16
 _DIVISORS = range(2, 17)
 _TRIES = 64
 """For each set of counts with conditions."""
+_OTHERS = 24
+"""Sets of counts with which formulas are told apart."""
 _HARDLY_ANY = "hardly any other number of rows or elements is treated alike"
 _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
@@ -263,7 +266,7 @@ def are_fixed(condition: Condition, number: int) -> bool:
 
 
 def mixed(
-    number: int, sets: int, pins: Mapping[int, int], ties: Ties, conditions: Collection[Condition] = ()
+    number: int, sets: int, pins: Mapping[int, int], ties: Ties, conditions: Iterable[Formula] = ()
 ) -> list[list[int]]:
     """Sets of counts, small and large ones in all orders.
 
@@ -274,11 +277,22 @@ def mixed(
         ties: counts that follow from others.
         conditions: that they fulfill; there are fewer if hardly any do.
     """
+    return list(map(list, _mixed(number, sets, tuple(pins.items()), tuple(ties.items()), tuple(conditions))))
+
+
+@functools.lru_cache(maxsize=64)  # formulas are told apart one after the other
+def _mixed(
+    number: int,
+    sets: int,
+    pins: tuple[tuple[int, int], ...],
+    ties: tuple[tuple[int, Formula], ...],
+    conditions: tuple[Formula, ...],
+) -> list[list[int]]:
     found: list[list[int]] = []
     for draw in map(random.Random, range(sets * _TRIES)):
         largest = draw.uniform(1.5, 9) if conditions else 9  # small ones all at once fulfill most of them
-        counts = with_ties([round(2 ** draw.uniform(1, largest)) for _ in range(number)], pins, ties)
-        if counts not in found and all(condition.holds(counts) for condition in conditions):
+        counts = with_ties([round(2 ** draw.uniform(1, largest)) for _ in range(number)], dict(pins), dict(ties))
+        if counts not in found and all(condition.at(counts) for condition in conditions):
             found.append(counts)
         if len(found) == sets:
             break
@@ -286,10 +300,24 @@ def mixed(
 
 
 def told_apart(
-    formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Ties
+    formulas: Iterable[Formula],
+    samples: Sequence[Sequence[int]],
+    pins: Mapping[int, int],
+    ties: Ties,
+    conditions: Sequence[Formula],
 ) -> bool:
-    """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``."""
-    others = mixed(len(samples[0]), 24, pins, ties)
+    """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``.
+
+    Args:
+        formulas: all of them.
+        samples: the counts for which graphs are made.
+        pins: counts that have one value in all steps.
+        ties: counts that follow from others.
+        conditions: that all counts fulfill; formulas that are the same number for all that do are one.
+    """
+    others = mixed(len(samples[0]), _OTHERS, pins, ties, conditions)
+    if len(others) < _OTHERS // 2:
+        others = mixed(len(samples[0]), _OTHERS, pins, ties)
     known: dict[tuple[int, ...], list[int]] = {}
     for formula in formulas:
         here, there = (tuple(formula.at(sample) for sample in some) for some in (samples[:GRAPHS], others))
@@ -302,7 +330,7 @@ def rests_alike(
     formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int], ties: Ties
 ) -> int:
     """Of how many formulas halves, thirds or quarters would be on a line in the graphs, though they are not."""
-    others, found = mixed(len(samples[0]), 24, pins, ties), 0
+    others, found = mixed(len(samples[0]), _OTHERS, pins, ties), 0
     for formula in formulas:
         here, there = ([formula.at(sample) for sample in some] for some in (samples[:GRAPHS], others))
         if all(type(n) is int for n in (*here, *there)):

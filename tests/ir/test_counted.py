@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_of, samples_within
-from lightning_spmd.ir.sizes import Condition, Counts, Formula
+from lightning_spmd.ir.sizes import Counts, Formula
 from lightning_spmd.ir.unify import Apart
 
 
@@ -42,6 +42,6 @@ def test_sums_that_are_equal_in_some_sets_have_a_formula() -> None:
 
 
 def test_mixed_counts_fulfill_conditions() -> None:
-    found = mixed(2, 16, {}, {}, [Condition(Formula("s0 + s1 < 20"))])
+    found = mixed(2, 16, {}, {}, [Formula("s0 + s1 < 20")])
     assert len(found) == 16
     assert all(sum(one) < 20 for one in found)

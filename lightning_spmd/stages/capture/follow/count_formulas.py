@@ -119,7 +119,7 @@ class CountFormulas:
         ties: counts that must follow from others, by depth.
         skips: calls before the first count are taken for made.
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
-        formulas: that were met, and are to be told apart.
+        formulas: that were met, and are to be told apart, with the depth where they were.
         dropped: conditions that hardly any counts fulfill, by depth.
         opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
     """
@@ -135,7 +135,7 @@ class CountFormulas:
         self.by_python = False
         self.opaque: set[int] = set()
         self.dropped: dict[int, list[Condition]] = {}
-        self.formulas: dict[Formula, None] = {}
+        self.formulas: dict[Formula, int] = {}
 
     def find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
@@ -144,16 +144,21 @@ class CountFormulas:
         """
         step = self._step
         new = begin = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
+        last: _Pass | None = None
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
         while begin <= len(step.notes):
             try:
-                _Pass(self, step, begin, new).run()
+                last = _Pass(self, step, begin, new)
+                last.run()
                 break
             except _Again:
                 continue
+            except Apart as error:  # since the last pass has learned more of a call
+                last, failed = None, last
+                begin = self._apart(begin, failed, str(error))
             except _Pinned as error:
                 note = step.notes[error.depth]
                 if error.is_behind:
@@ -163,10 +168,33 @@ class CountFormulas:
                 counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
                 counts = error.counts or counts
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
-            except Apart as error:
-                begin = self._pin(step.notes[min(begin, len(step.notes) - 1)], set(range(len(step.counts))), str(error))
         for note in step.notes[new:]:
             note.is_fitted = True
+
+    def _apart(self, begin: int, last: _Pass | None, reason: str) -> int:
+        """There are no samples for what is known of a call: it is one for this step's counts. Returns where to go on.
+
+        Args:
+            begin: of the last pass.
+            last: that pass, in which something was learned of a call; None if nothing was.
+            reason: why there are none.
+        """
+        depth, loss = begin if last is None else last.at, self._step.loss
+        if depth == len(self._step.notes):
+            depth = loss.depth if type(loss) is Made else depth - 1
+        if last is not None:
+            last.keep(depth)
+        for learned in filter(None, (self.conditions, self.usual, self.ties, self.dropped)):
+            for at in [at for at in learned if at >= depth]:
+                del learned[at]
+        self.formulas = {formula: at for formula, at in self.formulas.items() if at < depth}
+        note = self._step.notes[depth]
+        return self._pin(note, set(range(self.known_behind(note))), reason)
+
+    def asked(self, end: int) -> list[Formula]:
+        """The conditions of the path up to a call, and of what is being looked at."""
+        conditions = itertools.chain(*(note.conditions for note in self._step.notes[:end]), *self.conditions.values())
+        return [condition.formula for condition in conditions]
 
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
@@ -278,7 +306,7 @@ def _samples(
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
         found = samples_within(number, pins, conditions, ties, seed, sizes)
-        if told_apart([*formulas, *more_formulas], found, pins, ties):
+        if told_apart([*formulas, *more_formulas], found, pins, ties, conditions):
             alike = rests_alike(formulas, found, pins, ties)
             best = (alike, found) if best is None or alike < best[0] else best
             if not alike:
@@ -451,10 +479,14 @@ class _Pass:
         step: the step.
         begin: the depth of the first call without formulas.
         first_new: of the first call that no step made before.
+
+    Attributes:
+        at: the depth of the call that is looked at; that of none: the backward pass is.
     """
 
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
         self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
+        self.at = begin
         number, pins = len(step.counts), pins_of(step.notes)
         ties = every.all_ties()
         samples = every.samples()
@@ -464,12 +496,11 @@ class _Pass:
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
-        known = [condition for note in step.notes[:begin] for condition in note.conditions]
-        known += [condition for conditions in every.conditions.values() for condition in conditions]
+        known = every.asked(begin)
         more = mixed(number, _MORE, pins, ties, known) if every.opaque else []
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
-            alike = mixed(number, _MORE // 4, pins, ties, [*known, *dropped])
+            alike = mixed(number, _MORE // 4, pins, ties, [*known, *(condition.formula for condition in dropped)])
             is_open = any(condition.formula.names() - pins.keys() for condition in dropped)
             self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
@@ -535,15 +566,19 @@ class _Pass:
         finally:
             for run in self._every_run:
                 run.close()
-            ties_at = self._ties_at()
-            for depth, found in self._found.items():
-                if depth < end:
-                    self._keep(self._step.notes[depth], found, ties_at.get(depth, {}))
+            self.keep(end)
             if self._behind is not None and end:
                 note, conditions, note.behind = self._behind
-                ties = ties_at.get(len(self._step.notes), {})
+                ties = self._ties_at().get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
                 note.conditions = [*note.conditions, *map(tied, ties.items()), *conditions]
+
+    def keep(self, end: int) -> None:
+        """Keep what was found of the calls before one."""
+        ties_at = self._ties_at()
+        for depth, found in self._found.items():
+            if depth < end:
+                self._keep(self._step.notes[depth], found, ties_at.get(depth, {}))
 
     def _ties_at(self) -> dict[int, dict[int, Formula]]:
         """At which calls ties are asked for: formulas of all calls behind what a tied count is known at may use it."""
@@ -584,7 +619,7 @@ class _Pass:
             raise _Again
 
     def _note(self, note: Note) -> None:
-        depth = note.depth
+        depth = self.at = note.depth
         is_new = depth >= self._begin and note.for_all is None
         choices = self._choices(note) if is_new else [dict[Place, Any]()]
         numbers = choices[min(self._every.tried.get(depth, 0), len(choices) - 1)]
@@ -813,10 +848,10 @@ class _Pass:
         if formula in self._every.formulas:
             self._fits.learn(formula)
             return
-        self._every.formulas[formula] = None
-        notes = self._step.notes
-        ties = self._every.all_ties()
-        if not told_apart(self._every.formulas, [run.counts for run in self._runs], pins_of(notes), ties):
+        self._every.formulas[formula] = self.at
+        pins, ties = pins_of(self._step.notes), self._every.all_ties()
+        samples = [run.counts for run in self._runs]
+        if not told_apart(self._every.formulas, samples, pins, ties, self._every.asked(self.at)):
             raise _Again
         self._fits.learn(formula)
 
@@ -829,6 +864,7 @@ class _Pass:
         """Look at what torch decides in the backward pass of a loss; the optimizer meets no counts."""
         every, step = self._every, self._step
         depth, note = len(step.notes), step.notes[loss.depth]
+        self.at = depth
         try:
             for run in self._runs:
                 run.backward(loss)
