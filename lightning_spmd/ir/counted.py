@@ -47,7 +47,8 @@ _NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
 """Counts that are tried where not all are treated alike."""
 
 
-def samples_of(number: int, scale: int = 101, seed: int = 0) -> list[tuple[int, ...]]:
+@functools.lru_cache(maxsize=256)
+def samples_of(number: int, scale: int = 101, seed: int = 0) -> tuple[tuple[int, ...], ...]:
     """Sets of counts, far from each other; in the first they rise and in the second they fall.
 
     What depends on which of two is larger, as the length of ``pad_sequence`` does, has no formula in both. What is
@@ -74,7 +75,7 @@ def samples_of(number: int, scale: int = 101, seed: int = 0) -> list[tuple[int, 
         if not _differ_in_rests(one, other, third):
             sets[2][i] = first((n for n in plain if n not in used and _differ_in_rests(one, other, n)), "other rests")
             used.add(sets[2][i])
-    return list(map(tuple, sets))
+    return tuple(map(tuple, sets))
 
 
 def _differ_in_rests(*numbers: int) -> bool:

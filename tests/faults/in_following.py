@@ -363,9 +363,17 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "calls are compared for counts that the path does not have",
         CAPTURE,
         "ir/counted.py",
-        "if counts not in found and all(condition.holds(counts) for condition in conditions):",
+        "if counts not in found and all(condition.at(counts) for condition in conditions):",
         "if counts not in found:",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
+    ),
+    Mutant(
+        "a count that follows from others is asked for behind the call that gives it",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "self._every.known_behind(note) > count",
+        "self._every.known_before(note) > count",
+        (f"{NUMBERS_OF_COUNTS}::test_what_torch_makes_of_two_counts",),
     ),
     Mutant(
         "of counts that are equal in two samples there is no formula",
