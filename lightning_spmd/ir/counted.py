@@ -301,28 +301,32 @@ def _mixed(
 
 
 def told_apart(
-    formulas: Iterable[Formula],
+    formulas: Iterable[tuple[int, Formula]],
     samples: Sequence[Sequence[int]],
     pins: Mapping[int, int],
     ties: Ties,
-    conditions: Sequence[Formula],
+    conditions: Sequence[tuple[int, Formula]] = (),
 ) -> bool:
     """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``.
 
     Args:
-        formulas: all of them.
+        formulas: all of them, each with the depth of its call.
         samples: the counts for which graphs are made.
         pins: counts that have one value in all steps.
         ties: counts that follow from others.
-        conditions: that all counts fulfill; formulas that are the same number for all that do are one.
+        conditions: that steps fulfill from a depth on: formulas are one there if they are the same number for all that
+            do. Samples fulfill those of all calls; formulas of calls before are for other counts as well.
     """
-    others = mixed(len(samples[0]), _OTHERS, pins, ties, conditions)
-    if len(others) < _OTHERS // 2:
-        others = mixed(len(samples[0]), _OTHERS, pins, ties)
-    known: dict[tuple[int, ...], list[int]] = {}
-    for formula in formulas:
-        here, there = (tuple(formula.at(sample) for sample in some) for some in (samples[:GRAPHS], others))
-        if known.setdefault(here, list(there)) != list(there):
+    known: dict[tuple[int | None, ...], Formula] = {}
+    for depth, formula in sorted(formulas, key=lambda pair: pair[0]):
+        other = known.setdefault(tuple(formula.at(sample) for sample in samples[:GRAPHS]), formula)
+        if other is formula:
+            continue
+        asked = [condition for at, condition in conditions if at <= depth]
+        others = mixed(len(samples[0]), _OTHERS, pins, ties, asked)
+        if len(others) < _OTHERS // 2:
+            others = mixed(len(samples[0]), _OTHERS, pins, ties)
+        if any(formula.at(counts) != other.at(counts) for counts in others):
             return False
     return True
 

@@ -392,7 +392,7 @@ class GraphBuilder:
                 )
         graphs = maker.make_for_counts(steps)
         fits = CountFits(program.counts, samples)
-        for formula in formulas_of(program.notes):
+        for _, formula in formulas_of(program.notes):
             fits.learn(formula)
         try:
             main = for_all_counts([g.main for g in graphs], fits)

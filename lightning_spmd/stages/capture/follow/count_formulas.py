@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -191,10 +192,11 @@ class CountFormulas:
         note = self._step.notes[depth]
         return self._pin(note, set(range(self.known_behind(note))), reason)
 
-    def asked(self, end: int) -> list[Formula]:
-        """The conditions of the path up to a call, and of what is being looked at."""
-        conditions = itertools.chain(*(note.conditions for note in self._step.notes[:end]), *self.conditions.values())
-        return [condition.formula for condition in conditions]
+    def asked(self, end: int) -> list[tuple[int, Formula]]:
+        """The conditions of the path up to a call, and of what is being looked at, with their depths."""
+        noted = {note.depth: note.conditions for note in self._step.notes[:end]}
+        each = [*noted.items(), *self.conditions.items()]
+        return [(depth, condition.formula) for depth, conditions in each for condition in conditions]
 
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
@@ -248,24 +250,24 @@ class CountFormulas:
         Raises:
             Apart: there are hardly any that are treated alike.
         """
-        ties = self.all_ties()
-        path, known = (self._step.notes, len(self._step.counts), {}), list(self.conditions.values())
+        path, known = (self._step.notes, len(self._step.counts), {}), (self.conditions, self.formulas, self.all_ties())
         try:
-            return samples_of_path(*path, [*known, *(self.usual or {}).values()], self.formulas, ties)
+            return samples_of_path(*path, *known, itertools.chain(*(self.usual or {}).values()))
         except Apart:
             if not self.usual:
                 raise
             self.usual = None
-            return samples_of_path(*path, known, self.formulas, ties)
+            return samples_of_path(*path, *known)
 
 
 def samples_of_path(
     notes: Sequence[Note],
     number: int,
     pins: Mapping[int, int],
-    more: Iterable[Sequence[Condition]] = (),
-    more_formulas: Iterable[Formula] = (),
+    more: Mapping[int, Sequence[Condition]] = types.MappingProxyType({}),
+    more_formulas: Mapping[Formula, int] = types.MappingProxyType({}),
     ties: Ties | None = None,
+    usual: Iterable[Condition] = (),
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -273,48 +275,59 @@ def samples_of_path(
         notes: the path.
         number: of its counts.
         pins: those that are the same in all of them, beside those for which alone there is the path.
-        more: further conditions.
-        more_formulas: that are to be told apart as well.
+        more: further conditions, by depth.
+        more_formulas: that are to be told apart as well, with their depths.
         ties: counts that follow from others, if not those of the path alone.
+        usual: conditions on samples alone.
 
     Raises:
         Apart: there are hardly any.
     """
-    conditions = [condition.formula for note in notes for condition in (*note.conditions, *note.usual)]
-    conditions += [condition.formula for some in more for condition in some]
-    codes = {note.for_all.condition for note in notes if isinstance(note.for_all, ForAllSizes)} - {"True"}
-    asked = tuple(dict.fromkeys([*conditions, *map(Formula, sorted(codes))]))
+    told = [(note.depth, condition.formula) for note in notes for condition in note.conditions]
+    told += [(depth, condition.formula) for depth, conditions in more.items() for condition in conditions]
+    told += [
+        (note.depth, Formula(note.for_all.condition))
+        for note in notes
+        if isinstance(note.for_all, ForAllSizes) and note.for_all.condition != "True"
+    ]
+    on_samples = [condition.formula for condition in (*itertools.chain(*(note.usual for note in notes)), *usual)]
     all_ties = tuple((ties_of(notes) if ties is None else ties).items())
     fixed = tuple({**pins, **pins_of(notes)}.items())
     formulas = tuple(dict.fromkeys(formulas_of(notes)))
+    more_told = tuple([(depth, formula) for formula, depth in more_formulas.items()])
     sizes = frozenset(size for note in notes for spec in note.specs for size in spec.shape)
-    return list(_samples(number, fixed, asked, formulas, tuple(more_formulas), all_ties, sizes))
+    conditions = tuple(dict.fromkeys(told)), tuple(dict.fromkeys(on_samples))
+    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
 def _samples(
     number: int,
     fixed: tuple[tuple[int, int], ...],
-    conditions: tuple[Formula, ...],
-    formulas: tuple[Formula, ...],
-    more_formulas: tuple[Formula, ...],
+    told: tuple[tuple[int, Formula], ...],
+    usual: tuple[Formula, ...],
+    formulas: tuple[tuple[int, Formula], ...],
+    more_formulas: tuple[tuple[int, Formula], ...],
     all_ties: tuple[tuple[int, Formula], ...],
     sizes: frozenset[int],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(all_ties)
-    conditions = tuple([condition for condition in conditions if condition.names() - pins.keys()])
+    told = tuple([(depth, condition) for depth, condition in told if condition.names() - pins.keys()])
+    conditions = [*dict.fromkeys(condition for _, condition in told)]
+    conditions += [condition for condition in usual if condition.names() - pins.keys()]
+    its = [formula for _, formula in formulas]
     best: tuple[int, list[tuple[int, ...]]] | None = None
     for seed in range(_SEEDS):
         found = samples_within(number, pins, conditions, ties, seed, sizes)
-        if told_apart([*formulas, *more_formulas], found, pins, ties, conditions):
-            alike = rests_alike(formulas, found, pins, ties)
+        if told_apart([*formulas, *more_formulas], found, pins, ties, told):
+            alike = rests_alike(its, found, pins, ties)
             best = (alike, found) if best is None or alike < best[0] else best
             if not alike:
                 break
     if best is None:
         raise Apart("formulas of the numbers of rows or elements cannot be told apart")
     samples = best[1]
-    if (formula := _constant(formulas, samples, pins)) is not None:
+    if (formula := _constant(its, samples, pins)) is not None:
         raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
 
@@ -496,8 +509,11 @@ class _Pass:
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
-        known = every.asked(begin)
+        known = [condition for _, condition in every.asked(begin)]
         more = mixed(number, _MORE, pins, ties, known) if every.opaque else []
+        if every.opaque and every.conditions:  # which calls before those that have them do not require
+            noted = [condition for depth, condition in every.asked(begin) if depth not in every.conditions]
+            more += mixed(number, _MORE // 2, pins, ties, noted)
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
             alike = mixed(number, _MORE // 4, pins, ties, [*known, *(condition.formula for condition in dropped)])
@@ -851,7 +867,8 @@ class _Pass:
         self._every.formulas[formula] = self.at
         pins, ties = pins_of(self._step.notes), self._every.all_ties()
         samples = [run.counts for run in self._runs]
-        if not told_apart(self._every.formulas, samples, pins, ties, self._every.asked(self.at)):
+        formulas = [(depth, formula) for formula, depth in self._every.formulas.items()]
+        if not told_apart(formulas, samples, pins, ties, self._every.asked(self.at)):
             raise _Again
         self._fits.learn(formula)
 

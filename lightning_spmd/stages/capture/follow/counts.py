@@ -134,13 +134,14 @@ def sizes_in(leaves: Iterable[Any]) -> Iterator[Size]:
         yield from (part for part in (leaf if type(leaf) is torch.Size else (leaf,)) if type(part) is Size)
 
 
-def formulas_of(notes: Iterable[Note]) -> Iterator[Formula]:
-    """The formulas of numbers and of sizes on a path, and in the backward passes of its losses."""
+def formulas_of(notes: Iterable[Note]) -> Iterator[tuple[int, Formula]]:
+    """The formulas of numbers and of sizes on a path, and in the backward passes of its losses, with their depths."""
+    notes = list(notes)
     for note in notes:
-        yield from (size.formula for size in sizes_in(formulas_in(note).values()))
-        yield from note.behind or ()
+        yield from ((note.depth, size.formula) for size in sizes_in(formulas_in(note).values()))
+        yield from ((len(notes), formula) for formula in note.behind or ())
         sizes = [number for spec in note.open or () for number in (*spec.shape, *spec.stride)]
-        yield from (number for number in sizes if isinstance(number, Formula))
+        yield from ((note.depth, number) for number in sizes if isinstance(number, Formula))
 
 
 def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:
