@@ -1391,7 +1391,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "numbers[Signed]",
         "ranks[BesideChosen]",
         "ranks[Hardest]",
-        "divides_by_sizes[of one size]",
+        "divides_by_sizes[of all sizes]",
+        "all_ranks[InFours]",
     ),
     "tests/strategy/reads_and_sizes/test_values_and_sizes.py": ("test_counters_and_values_where_sizes_vary",),
     "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
