@@ -286,6 +286,20 @@ class Strided(Gapped):
         return torch.as_strided(rows, (len(rows), 3), rows.stride()).square().sum() / 50 + columns.mean()
 
 
+class Pooled(FewRows):
+    """Until one is left: how many are pooled decides how often, and Python sees it before."""
+
+    order = (2, 1, 4, 3, 5, 6, 4, 3, 3, 5)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        left = self.wide(x)[mask]
+        loss = left.square().mean()
+        while len(left) > 1:
+            left = F.avg_pool1d(left.t()[None], 2, ceil_mode=True)[0].t()
+            loss = loss + left.tanh().sum() / 50
+        return loss
+
+
 class Widths(FewRows):
     """All columns are what they were asked of, which is then written into; fewer are a copy."""
 
@@ -327,6 +341,7 @@ class AsksForOffsets(Gapped):
         Flat,
         Gapped,
         Strided,
+        Pooled,
         AsksForStrides,
         AsksForOffsets,
         Widths,

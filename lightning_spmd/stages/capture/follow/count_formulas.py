@@ -155,8 +155,10 @@ class CountFormulas:
                 last = _Pass(self, step, begin, new)
                 last.run()
                 break
-            except _Again:
-                continue
+            except _Again:  # a condition of a call is none of those before it, which are not found anew
+                if last is not None:
+                    last.keep(last.at)
+                    begin = max(begin, last.at)
             except Apart as error:  # since the last pass has learned more of a call
                 last, failed = None, last
                 begin = self._apart(begin, failed, str(error))
