@@ -1329,6 +1329,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "pass[Singular]",
         "counts[Longer]",
         "counts[Shorter]",
+        "counts[HalfOfBoth]",
     ),
     "tests/strategy/reads_and_sizes/test_read_alone.py": (
         "test_what_a_rank_reads_alone_leaves_the_graph_to_all[each its own]",
