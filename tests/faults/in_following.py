@@ -368,12 +368,12 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
-        "a count that follows from others is asked for behind the call that gives it",
+        "calls are found anew with counts that a later one requires",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "self._every.known_behind(note) > count",
-        "self._every.known_before(note) > count",
-        (f"{NUMBERS_OF_COUNTS}::test_what_torch_makes_of_two_counts",),
+        "                    last.keep(last.at)\n                    begin = max(begin, last.at)\n",
+        "                    last.at = begin\n",
+        (f"{NUMBERS_OF_COUNTS}::test_pools_until_one_is_left",),
     ),
     Mutant(
         "of counts that are equal in two samples there is no formula",
@@ -422,14 +422,6 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "func is CHECK and private.graph_task() == -1",
         "func is CHECK",
         ("tests/strategy/following/test_caught.py::test_a_backward_pass_that_checks_values_is_a_graph",),
-    ),
-    Mutant(
-        "what a call is for the counts of the step that recorded it is not compared",
-        CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
-        "if is_new and any(run.kind != kind for run in (*self._runs, self._own)):",
-        "if False:",
-        (f"{NUMBERS_OF_COUNTS}::test_a_few_rows_are_treated_otherwise",),
     ),
     Mutant(
         "a number that is read never becomes a count",
