@@ -513,9 +513,6 @@ class _Pass:
         self._own = _Run(step, tuple(step.counts))
         known = [condition for _, condition in every.asked(begin)]
         more = mixed(number, _MORE, pins, ties, known) if every.opaque else []
-        if every.opaque and every.conditions:  # which calls before those that have them do not require
-            noted = [condition for depth, condition in every.asked(begin) if depth not in every.conditions]
-            more += mixed(number, _MORE // 2, pins, ties, noted)
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
             alike = mixed(number, _MORE // 4, pins, ties, [*known, *(condition.formula for condition in dropped)])
