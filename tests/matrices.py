@@ -1399,7 +1399,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
         "[Convolution-",
         "test_one_row_is_a_size_of_its_own",
-        "{'data_parallel': 'zero3'}",
+        "test_two_ranks_equal_one_device[sharded]",
         "test_what_follows_from_sizes[Indexes-3]",
         "for_all_lengths",
     ),
@@ -1781,12 +1781,12 @@ LONG: dict[str, tuple[str, ...]] = {
     "tests/strategy/following/test_step_statistics.py": ("test_iterations_that_pause",),
     "tests/strategy/optimizers/test_whole_state.py": ("waits_for_nobody[zero2]",),
     "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
-        "test_two_ranks_equal_one_device[{'overlap",
+        "test_two_ranks_equal_one_device[overlapped]",
         "test_graphs_that_were_not_used",
         "test_rows_and_lengths_vary_together",
         "[Writes-",
         "[Asks-",
-        "test_two_ranks_equal_one_device[{'data_parallel': 'zero3'}]",
+        "test_two_ranks_equal_one_device[sharded]",
         "[Convolution-",
         "from_sizes[Threshold-4]",
     ),

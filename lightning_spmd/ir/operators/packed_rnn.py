@@ -1,4 +1,4 @@
-"""A recurrent layer over rows that end at different times, as one operator over the padded rows and their lengths.
+"""A recurrent layer as one operator, over rows of one length or over padded rows and their lengths.
 
     packed = pack_padded_sequence(x, lengths)      │
     out, hidden = lstm(packed)                     │      out, hidden = packed_rnn(x, lengths, ...)
@@ -6,9 +6,11 @@
 
 A packed sequence is as large as the lengths say, which no graph of one shape can hold; padded rows have one shape, and
 ranks can split them. The kernel packs, calls torch's own layer and pads again, with the operators that eager calls and
-in their order, so values and gradients are eager's bits. Its backward runs autograd over just that. What autograd has
-kept of the forward pass hangs on a small tensor, the last result; where that is lost (a copy, other memory of the
-weights), the forward pass is computed again.
+in their order, so values and gradients are eager's bits. Without lengths it is that layer alone, which torch unrolls
+over time (or which has a kernel that asks for plain sizes): of that there is a graph for each length, and of the
+operator one for all. Its backward runs autograd over just that. What autograd has kept of the forward pass hangs on a
+small tensor, the last result; where that is lost (a copy, other memory of the weights), the forward pass is computed
+again.
 """
 
 from __future__ import annotations
@@ -89,28 +91,28 @@ class _Kept:
 
     leaves: list[Tensor]
     results: list[Tensor]
-    lengths: Tensor
+    lengths: Tensor | None
     places: list[tuple[Any, ...]]
 
 
 def _forward(
-    input: Tensor, lengths: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
+    input: Tensor, lengths: Tensor | None, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
 ) -> list[Tensor]:
     how = Settings(*settings)
-    if not len(lengths):  # a rank without rows
+    if not hx[0].shape[1]:  # a rank without rows
         return _forward_shapes(input, lengths, hx, weights, *settings)
     reserve = input.new_empty(1)
     leaves = _leaves([input, *hx, *weights], [how.train] * (1 + len(hx) + len(weights)))
     results = computed_eagerly(how, leaves, lengths, len(hx))
     if how.train:
-        reserve.kept = _Kept(leaves, results, lengths, _places([*leaves, lengths]))  # type: ignore[attr-defined]
+        reserve.kept = _Kept(leaves, results, lengths, _places(leaves, lengths))  # type: ignore[attr-defined]
     return [*(r.detach().contiguous() for r in results), reserve]
 
 
 def _backward(
     grads: Sequence[Tensor | None],
     input: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | None,
     hx: Sequence[Tensor],
     weights: Sequence[Tensor],
     reserve: Tensor,
@@ -118,11 +120,11 @@ def _backward(
     *settings: Any,
 ) -> list[Tensor]:
     tensors, how, sums = [input, *hx, *weights], Settings(*settings[:-1]), settings[-1] or [None] * sum(wanted)
-    if not len(lengths):
+    if not hx[0].shape[1]:
         none = [t.new_zeros(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
         return [zeros if total is None else total.clone() for zeros, total in zip(none, sums, strict=True)]
     kept = cast("dict[str, _Kept]", reserve.__dict__).pop("kept", None)
-    if kept is not None and kept.places == _places([*tensors, lengths]):
+    if kept is not None and kept.places == _places(tensors, lengths):
         leaves, results = kept.leaves, kept.results
     else:  # a rank may have parts now of what it had whole
         leaves = _leaves(tensors, wanted)
@@ -158,21 +160,38 @@ def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
     return [t.detach().requires_grad_(wants) for t, wants in zip(tensors, wanted, strict=True)]
 
 
-def _places(tensors: Sequence[Tensor]) -> list[tuple[Any, ...]]:
+def _places(tensors: Sequence[Tensor], lengths: Tensor | None) -> list[tuple[Any, ...]]:
     """Where tensors are, and how often they have been written."""
-    return [(t.data_ptr(), t.shape, t.stride(), t._version) for t in tensors]  # noqa: SLF001 - in torch's notes
+    each = tensors if lengths is None else [*tensors, lengths]
+    return [(t.data_ptr(), t.shape, t.stride(), t._version) for t in each]  # noqa: SLF001 - in torch's notes
 
 
-def _computed(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
+def _computed(how: Settings, tensors: Sequence[Tensor], lengths: Tensor | None, states: int) -> list[Tensor]:
     """Output and last states, as eager computes them."""
     input, hx, weights = tensors[0], list(tensors[1 : 1 + states]), list(tensors[1 + states :])
     with torch.set_grad_enabled(how.train), _casts(how, input.device.type):
+        if lengths is None:
+            return list(called_as_eager(how, input, hx, weights, how.rows_first))
         rows = _Packing(input, lengths, sort=how.sort, rows_first=how.rows_first)
         state = [rows.sorted(h, 1) for h in hx]
         data, sizes = rows.packed(input)
         layer, state = _LAYERS[how.mode], state if how.mode == "LSTM" else state[0]
         out, *hidden = layer(data, sizes, state, weights, how.bias, how.layers, 0.0, how.train, how.bidirectional)
         return [rows.padded(out, sizes), *(rows.unsorted(h, 1) for h in hidden)]
+
+
+def called_as_eager(
+    how: Settings,
+    input: Tensor,
+    hx: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    rows_first: bool,
+    dropout: float = 0.0,
+) -> tuple[Tensor, ...]:
+    """Torch's own layer over rows of one length."""
+    state = hx if how.mode == "LSTM" else hx[0]
+    settings = how.bias, how.layers, dropout, how.train, how.bidirectional, rows_first
+    return _LAYERS[how.mode](input, state, weights, *settings)
 
 
 class _Packing:
@@ -229,19 +248,21 @@ def _casts(how: Settings, device: str) -> contextlib.AbstractContextManager[Any]
     return torch.autocast(device, dtype=how.autocast, cache_enabled=how.cached)
 
 
-def computed_eagerly(how: Settings, tensors: Sequence[Tensor], lengths: Tensor, states: int) -> list[Tensor]:
+def computed_eagerly(how: Settings, tensors: Sequence[Tensor], lengths: Tensor | None, states: int) -> list[Tensor]:
     """The same in the dtypes that the graph knows: of a rank's rows alone they may be others."""
     results = _computed(how, tensors, lengths, states)
     with torch.set_grad_enabled(how.train):
-        return [r.to(dtype) for r, dtype in zip(results, _dtypes_of(how, tensors, states), strict=True)]
+        return [r.to(dtype) for r, dtype in zip(results, _dtypes_of(how, tensors, lengths, states), strict=True)]
 
 
 def _forward_shapes(
-    input: Tensor, lengths: Tensor, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
+    input: Tensor, lengths: Tensor | None, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
 ) -> list[Tensor]:
     how = Settings(*settings)
+    if input.shape[int(how.rows_first)] == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     units = hx[0].shape[2] * (2 if how.bidirectional else 1)
-    dtypes = _dtypes_of(how, [input, *hx, *weights], len(hx))
+    dtypes = _dtypes_of(how, [input, *hx, *weights], lengths, len(hx))
     shapes = [(*input.shape[:2], units), *(state.shape for state in hx)]
     return [*(input.new_empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)), input.new_empty(1)]
 
@@ -253,18 +274,20 @@ def _backward_shapes(
     return [t.new_empty(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
 
 
-def _dtypes_of(how: Settings, tensors: Sequence[Tensor], states: int) -> tuple[torch.dtype, ...]:
+def _dtypes_of(
+    how: Settings, tensors: Sequence[Tensor], lengths: Tensor | None, states: int
+) -> tuple[torch.dtype, ...]:
     """What output and states are."""
     given = tensors[0].dtype, tensors[1].dtype, tensors[1 + states].dtype
     if how.autocast is None or tensors[0].device.type != "cpu":
         return (given[0] if how.autocast is None else how.autocast,) * (1 + states)
     projects = states > 1 and tensors[1].shape[2] != tensors[2].shape[2]
-    return _dtypes(how, projects, *given)
+    return _dtypes(how, lengths is not None, projects, *given)
 
 
 @functools.cache
 def _dtypes(
-    how: Settings, projects: bool, of_input: torch.dtype, of_state: torch.dtype, of_weight: torch.dtype
+    how: Settings, packed: bool, projects: bool, of_input: torch.dtype, of_state: torch.dtype, of_weight: torch.dtype
 ) -> tuple[torch.dtype, ...]:
     """The same on the CPU under autocast, where eager's layers mix dtypes: a small one is asked."""
     one = dataclasses.replace(how, layers=1, bidirectional=False, train=False, sort=False, rows_first=False)
@@ -277,16 +300,16 @@ def _dtypes(
         tensors += [torch.zeros(shape, dtype=of_state) for shape in states]
         tensors += [torch.zeros(shape, dtype=of_weight) for shape in shapes]
         lengths = torch.tensor([2, 2 if how.even else 1])
-        return tuple(result.dtype for result in _computed(one, tensors, lengths, len(states)))
+        return tuple(result.dtype for result in _computed(one, tensors, lengths if packed else None, len(states)))
 
 
 PACKED_RNN = define_operator(
-    f"packed_rnn(Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]",
+    f"packed_rnn(Tensor input, Tensor? lengths, Tensor[] hx, Tensor[] weights, {_SETTINGS}) -> Tensor[]",
     _forward,
     _forward_shapes,
 )
 PACKED_RNN_BACKWARD = define_operator(
-    "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor lengths, Tensor[] hx, Tensor[] weights, "
+    "packed_rnn_backward(Tensor?[] grads, Tensor input, Tensor? lengths, Tensor[] hx, Tensor[] weights, "
     f"Tensor reserve, bool[] wanted, {_SETTINGS}, Tensor?[] sums) -> Tensor[]",
     _backward,
     _backward_shapes,

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_spmd
@@ -136,6 +137,59 @@ class Loop(Model):
         return torch.stack(states, 1)
 
 
+class Recurrent(Model):
+    """Layers that torch unrolls over time, and one whose kernel asks for plain sizes; weights are used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, 2, dropout=0.2, bidirectional=True, batch_first=True)
+        self.gru, self.rnn = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.RNN(WIDTH, WIDTH, nonlinearity="relu")
+
+    def body(self, x: Tensor) -> Tensor:
+        x, (hidden, _) = self.lstm(x)
+        x, last = self.gru(x, torch.cat(tuple(hidden[-2:]), -1)[None])
+        x, _ = self.gru(x, last)
+        x, _ = self.rnn(x.transpose(0, 1))
+        return x.transpose(0, 1) * (1 + self.gru.weight_hh_l0.square().mean())
+
+
+class Undropped(Recurrent):
+    """The same on any number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm.dropout = 0.0
+
+
+class Penalized(Recurrent):
+    """A gradient through a recurrent layer is differentiated."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.gru(x)[0]
+        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return y + gradient
+
+
+class Checkpointed(Model):
+    """Activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(WIDTH, 2, 0.1)
+
+    def body(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.block, x, use_reentrant=False)
+        return checkpoint(self.linear, y, use_reentrant=True)
+
+
+class Hooked(Model):
+    """Python in the backward pass, that asks for a size."""
+
+    def body(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01) * gradient.shape[1])
+        return self.linear(x)
+
+
 class Asks(Model):
     """Asks of what type a size is: a symbol is no integer."""
 
@@ -223,7 +277,18 @@ def test_rows_and_lengths_vary_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "graphs"), [(Arithmetic, 2), (Threshold, 4), (Convolution, 3), (Asks, 4), (Writes, 2), (Indexes, 3)]
+    ("kind", "graphs"),
+    [
+        (Arithmetic, 2),
+        (Threshold, 4),
+        (Convolution, 3),
+        (Asks, 4),
+        (Writes, 2),
+        (Indexes, 3),
+        (Recurrent, 3),
+        (Checkpointed, 2),
+        (Hooked, 2),
+    ],
 )
 def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
     assert compare(kind, [(4, n) for n in LENGTHS]) <= graphs
@@ -235,6 +300,10 @@ def test_a_step_that_wants_the_very_size_has_a_graph_for_each(told: list[str]) -
     (text,) = [t for t in told if "for each size of batch['tokens'] dim 1" in t]
     assert "its very size is wanted at " in text
     assert "test_varying_sizes.py:" in text
+
+
+def test_a_recurrent_layer_whose_gradient_is_differentiated_is_torch_s() -> None:
+    compare(Penalized, [(4, n) for n in (5, 7, 12)])
 
 
 def test_one_row_is_a_size_of_its_own() -> None:
@@ -275,13 +344,20 @@ def run_on_ranks(kind: type[Model], sizes: Sequence[tuple[int, int]], options: d
 
 
 @pytest.mark.parametrize(
-    "options", [{"overlap_iterations": True, "bucket_size_mb": 0.001}, {"data_parallel": "zero3"}], ids=str
+    ("kind", "options", "built"),
+    [
+        pytest.param(Arithmetic, {"overlap_iterations": True, "bucket_size_mb": 0.001}, 2, id="overlapped"),
+        pytest.param(Arithmetic, {"data_parallel": "zero3"}, 2, id="sharded"),
+        pytest.param(Undropped, {"data_parallel": "zero3"}, 3, id="recurrent"),
+    ],
 )
-def test_two_ranks_equal_one_device(two_ranks: RankPool, options: dict[str, Any]) -> None:
+def test_two_ranks_equal_one_device(
+    two_ranks: RankPool, kind: type[Model], options: dict[str, Any], built: int
+) -> None:
     sizes = tuple((4, n) for n in LENGTHS)
-    losses = [loss for loss, _, _ in eager(Arithmetic, sizes)[0]]
-    for seen, graphs, deferred in two_ranks.run(run_on_ranks, Arithmetic, sizes, options):
-        assert graphs == 2
+    losses = [loss for loss, _, _ in eager(kind, sizes)[0]]
+    for seen, graphs, deferred in two_ranks.run(run_on_ranks, kind, sizes, options):
+        assert graphs == built
         assert deferred == ("overlap_iterations" in options)
         assert [loss for loss, _, _ in seen] == pytest.approx(losses, rel=1e-5)
         assert [length for _, length, _ in seen] == list(LENGTHS)

@@ -7,6 +7,7 @@
 What torch makes is as large as the lengths say, in another order of rows, and ends in C++ that reads lengths. Of all
 that a graph sees nothing: one graph holds for all lengths, and ranks have rows of their own. Where the user's code asks
 for parts of a packed sequence (``packed.data``), they are made, in eager's order; the number of entries is then read.
+A layer over rows of one length is the same operator where sizes vary: torch would unroll it over time.
 """
 
 from __future__ import annotations
@@ -27,14 +28,28 @@ from lightning_spmd.ir.operators.packed_rnn import (
     PACKED_RNN,
     PACKED_RNN_BACKWARD,
     Settings,
+    called_as_eager,
     computed_eagerly,
 )
+from lightning_spmd.stages.capture.follow.notes import Note
+
+RECURRENT: dict[Any, str] = {
+    torch.lstm: "LSTM",
+    torch.gru: "GRU",
+    torch.rnn_tanh: "RNN_TANH",
+    torch.rnn_relu: "RNN_RELU",
+}
+"""Torch's functions for recurrent layers."""
+_HAS_BIAS = 3
+"""Of their arguments over rows of one length; over packed sequences there are sizes before the states."""
 
 
 class _Step(Protocol):
     """The part of a step that is used here."""
 
     follower: Any
+    counts: list[int]
+    notes: list[Note]
     is_apart: bool
 
     @property
@@ -246,6 +261,40 @@ class PackedSequences:
             last.append(hidden)
         return out, [torch.cat(parts) for parts in zip(*last, strict=True)]
 
+    def for_all_lengths(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """A call of torch's recurrent layers as one of the operator.
+
+        Args:
+            func: torch's function.
+            args: of the call.
+            kwargs: of the call.
+
+        Returns:
+            Function and arguments; None if torch's function is to be called: no size varies that is known here, rows
+            are packed, or autocast casts each weight once for all calls.
+        """
+        if not self._step.counts or kwargs or type(args[_HAS_BIAS]) is not bool:
+            return None
+        input, states, weights, bias, layers, dropout, train, bidirectional, rows_first = args
+        kind = input.device.type
+        cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        cached = torch.is_autocast_cache_enabled()
+        if cast_to is not None and cached and torch.is_grad_enabled():
+            return None
+        trains = torch.is_grad_enabled()
+        how = Settings(RECURRENT[func], bias, layers, bidirectional, trains, False, False, cast_to, cached, even=False)
+        each = list(states) if func is torch.lstm else [states]
+        self._step.follower.kinds[_unpacked] = "call"
+        return _unpacked, (how, dropout if train else 0.0, rows_first, len(each), input, *each, *weights)
+
+    def unroll(self) -> None:
+        """Backward passes are differentiated: what the operator cannot, torch's own layers can."""
+        step = self._step
+        for func in RECURRENT:
+            step.follower.kinds[func] = "call"
+        if any(note.func is _unpacked for note in step.notes):
+            step.eagerly("the first gradient that is differentiated again, in a step with a recurrent layer")
+
     def _called(
         self, how: Settings, padded: Tensor, rows: _Rows, states: list[Tensor], weights: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
@@ -352,7 +401,7 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, how: Settings, states: int, lengths: Tensor, *tensors: Tensor
+        ctx: Any, how: Settings, states: int, lengths: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         *results, reserve = PACKED_RNN(
             tensors[0], lengths, tensors[1 : 1 + states], tensors[1 + states :], *how.arguments()
@@ -388,7 +437,35 @@ class _RecurrentCall:
         return tuple(computed_eagerly(how, tensors, lengths, states))
 
 
-_recurrent = _RecurrentCall()
+class _UnpackedCall:
+    """The operator over rows of one length as a noted call, with the layer's own dropout."""
+
+    __name__ = "recurrent"
+
+    def __call__(
+        self, how: Settings, dropout: float, rows_first: bool, states: int, input: Tensor, *others: Tensor
+    ) -> tuple[Tensor, ...]:
+        hx, weights = list(others[:states]), list(others[states:])
+        if not isinstance(input, private.FakeTensor):
+            return called_as_eager(how, input, hx, weights, rows_first, dropout)
+        out = input.transpose(0, 1) if rows_first else input
+        parts = how.layers if dropout else 1
+        its_weights = len(weights) // parts
+        each = zip(*(state.chunk(parts) for state in hx), strict=True)
+        last = list[list[Tensor]]()
+        for number, its_states in enumerate(each):
+            if number > 0:
+                out = F.dropout(out, dropout)
+            part = weights[number * its_weights : (number + 1) * its_weights]
+            operands = out, *its_states, *part
+            its = replace(how, layers=how.layers // parts)
+            out, *hidden = cast("tuple[Tensor, ...]", _Recurrent.apply(its, states, None, *operands))
+            last.append(hidden)
+        out = out.transpose(0, 1) if rows_first else out
+        return out, *(its[0] if parts == 1 else torch.cat(its) for its in zip(*last, strict=True))
+
+
+_recurrent, _unpacked = _RecurrentCall(), _UnpackedCall()
 
 
 def _shapes_of_states(layer: nn.RNNBase, rows: Any) -> list[tuple[Any, ...]]:

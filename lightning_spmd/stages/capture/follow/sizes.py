@@ -320,6 +320,12 @@ def is_like(one: Note, other: Note) -> bool:
 
 
 # ---------------------------------------------------------------------- formulas
+def _numbers_in(results: Any) -> list[tuple[type, Any]]:
+    """The numbers that a call gives, each with its class: symbols are of another."""
+    leaves = (leaf for _, leaf in leaves_by_place(results))
+    return [(type(leaf), leaf) for leaf in leaves if isinstance(leaf, int | float) or private.is_symbol(leaf)]
+
+
 class _Opening:
     """Finds formulas for the numbers of a path.
 
@@ -404,9 +410,9 @@ class _Opening:
             args, kwargs = with_numbers((args, kwargs), new)
             numbers = {place: value for place, value in numbers.items() if place not in new}
         with run.active():
-            run.values.run(note.with_arguments(args, kwargs), numbers)
+            out = run.values.run(note.with_arguments(args, kwargs), numbers)
         made = [run.values.made[m] for m in note.made]
-        if any(type(leaf) in (int, float) for _, leaf in leaves_by_place(note.results)):
+        if _numbers_in(out) != _numbers_in(note.results):  # a plain one is none that symbols give
             raise NotForAllSizes(f"{note.name} gives numbers{self._where(note)}")
         return note, args, kwargs, made
 

@@ -52,7 +52,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     with_numbers,
 )
 from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
-from lightning_spmd.stages.capture.follow.packed import PackedSequences
+from lightning_spmd.stages.capture.follow.packed import RECURRENT, PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.reads import Reads
 from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder, Recording
@@ -207,6 +207,7 @@ class Step(StepState, TorchFunctionMode):
         self.reads = Reads(self, self.recorder, self._copies, self.generator)
         self.becoming = Becoming(self, self.recorder)
         self.left_out = LeftOut(self)
+        self._packed = PackedSequences(self)
         self.eager = EagerRun(self, self.recorder, self._copies, self.left_out)
         self._below = _Below(self)
         self.kernels = kernels_now()
@@ -227,7 +228,7 @@ class Step(StepState, TorchFunctionMode):
             self.follower.forget_objects()
         self.layers = private.dispatch_layers()
         self.random_before = private.generator_states() if self.may_run_again else None
-        packed = PackedSequences(self)
+        packed = self._packed
         private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
         strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
@@ -573,6 +574,8 @@ class Step(StepState, TorchFunctionMode):
             kind = "data"
         elif func is Tensor.__deepcopy__:
             kind = "copy"
+        elif func in RECURRENT:
+            kind = "recurrent"
         elif func in _MEMORY:
             kind = "set"
         elif func in VIEWED_IN_PLACE:
@@ -608,6 +611,8 @@ class Step(StepState, TorchFunctionMode):
                 return func(*args, **kwargs)
         if kind == "own":
             return self._with_own_backward(func, args, kwargs)
+        if kind == "recurrent" and (open_ := self._packed.for_all_lengths(func, args, kwargs)) is not None:
+            return self.__torch_function__(open_[0], (), open_[1], {})
         if kind == "by hand" and self.by_hand is not None:
             return self.by_hand.called(func, args, kwargs)
         return self._set(func, args, kwargs) if kind == "set" else self.called(func, args, kwargs)
@@ -743,6 +748,8 @@ class Step(StepState, TorchFunctionMode):
 
     def of_engine(self, func: Any, args: Any, kwargs: Any, *, create: bool) -> Any:
         """A call of autograd's engine."""
+        if create:
+            self._packed.unroll()
         if self.functions.are_there:
             return self.functions.through_engine(func, args, kwargs, create=create)
         return self.called(func, args, kwargs)

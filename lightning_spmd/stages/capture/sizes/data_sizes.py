@@ -115,13 +115,18 @@ class DataSizes:
         self.slot += 1
         key = self._key(mask)
         if key is not None and key in self._found:
-            return self._call(aten.clone.default, self._found[key])  # eager's results share no memory
+            return self._as_eager(self._found[key])
         count = self._number(self._call(aten.count_nonzero.default, mask))
         found = self._call(aten.nonzero_static.default, mask, size=count)
         if key is not None:
             self._found[key] = found
-            return self._call(aten.clone.default, found)
-        return found
+        return self._as_eager(found)
+
+    def _as_eager(self, found: Tensor) -> Tensor:
+        """Positions of their own, which lie in memory as ``nonzero`` gives them: dimension by dimension."""
+        by_dim = self._call(aten.t.default, found)
+        by_dim = self._call(aten.clone.default, by_dim, memory_format=torch.contiguous_format)
+        return self._call(aten.t.default, by_dim)
 
     def _columns(self, mask: Tensor) -> Iterator[Tensor]:
         key = self._key(mask)

@@ -48,10 +48,14 @@ def _backward(call: OpCall) -> list[Layout]:
     return along(call, call.named(dims), [None if s is None else o for o, s in zip(outputs, call.outputs, strict=True)])
 
 
+def _lengths(call: OpCall) -> list[Where]:
+    return [] if call["lengths"] is None else [0]
+
+
 def _packed_forward(call: OpCall) -> list[Layout]:
     rows = 0 if call["rows_first"] else 1
     states, weights = len(call["hx"]), len(call["weights"])
-    inputs: list[Where] = [rows, 0, *[_STATE_ROWS] * states, *[None] * weights]
+    inputs: list[Where] = [rows, *_lengths(call), *[_STATE_ROWS] * states, *[None] * weights]
     outputs: list[Where] = [rows, *[_STATE_ROWS] * states, None]
     return along(call, inputs, outputs)
 
@@ -61,7 +65,7 @@ def _packed_backward(call: OpCall) -> list[Layout]:
     states, weights = len(call["hx"]), len(call["weights"])
     given: list[Where] = [rows, *[_STATE_ROWS] * states]
     of_grads = [dim for dim, gradient in zip(given, call["grads"], strict=True) if gradient is not None]
-    inputs = [*of_grads, rows, 0, *[_STATE_ROWS] * states, *[None] * weights, None]
+    inputs = [*of_grads, rows, *_lengths(call), *[_STATE_ROWS] * states, *[None] * weights, None]
     made: list[Where] = [*given, *[PARTIAL] * weights]
     return along(call, inputs, [dim for dim, wants in zip(made, call["wanted"], strict=True) if wants])
 
