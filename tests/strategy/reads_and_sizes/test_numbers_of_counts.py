@@ -253,6 +253,16 @@ class Contiguous(FewRows):
         return (self.wide(columns.t()) * doubled.t()).sum() / 50
 
 
+class ByDimension(Contiguous):
+    """Positions lie dimension by dimension: turned they are what they were, and what is written is seen."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = (x[mask] > 0).nonzero()
+        turned = found.t().contiguous()
+        turned[1] += 10
+        return (self.embedding(found[:, 1]) * (1 + found.is_contiguous())).sum() / 50
+
+
 class Flat(Contiguous):
     """A view of it or a copy."""
 
@@ -324,6 +334,7 @@ class AsksForOffsets(Gapped):
         DroppedOutByRead,
         ChannelsDropped,
         Contiguous,
+        ByDimension,
         Flat,
         Gapped,
         Strided,
@@ -372,6 +383,68 @@ def test_rows_in_threes() -> None:
     ours = train(InThrees, "spmd", range(12, 13))
     assert_compiled(ours)
     assert_bitwise(ours, train(InThrees, "auto", range(12, 13)))
+
+
+class OneSide(FewRows):
+    """As many as there are rows, but no more than columns: for many rows that is a plain number."""
+
+    order = (5, 9, 7, 3, 11, 5, 8, 2, 6)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = self.wide(x)[mask].diagonal()
+        return found.detach().sum() * self.last.bias[0] / len(found)
+
+
+class Factors(OneSide):
+    order = (9, 11, 8, 5, 12, 3)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        _, found = torch.linalg.qr(self.wide(x)[mask].detach())
+        return found.abs().sum() * self.last.bias[0] / len(found)
+
+
+@pytest.mark.parametrize("make", [OneSide, Factors])
+def test_rows_up_to_a_number_of_the_model(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(12, 13), steps=14)
+    assert_compiled(ours)
+    assert_bitwise(ours, train(make, "auto", range(12, 13), steps=14))
+
+
+class EndsEagerly(FewRows):
+    """The first step asks for what no graph gives, behind a size that Python has been told."""
+
+    order = (5, 7, 6, 9, 10, 11, 10, 9, 3, 10)
+    at = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def once(self, chosen: Tensor) -> None:
+        chosen.data_ptr()
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        chosen = self.wide(x)[mask]
+        scale = torch.ones(len(chosen), 1)
+        if self.batch_idx == self.at:
+            self.once(chosen.detach())
+        return (chosen * scale).sum() / len(chosen)
+
+
+class EndsWithTransforms(EndsEagerly):
+    """Placeholders are other ones from then on."""
+
+    at = 4
+
+    def once(self, chosen: Tensor) -> None:
+        torch.func.vmap(torch.sin)(chosen)
+
+
+@pytest.mark.parametrize("make", [EndsEagerly, EndsWithTransforms])
+def test_sizes_behind_a_step_that_ended_eagerly(make: type[Counting]) -> None:
+    ours = train(make, "spmd", range(12, 13), steps=10)
+    assert ours.captures > 0
+    assert_bitwise(ours, train(make, "auto", range(12, 13), steps=10))
 
 
 class TwoFound(Counting):

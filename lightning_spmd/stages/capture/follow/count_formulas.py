@@ -148,6 +148,7 @@ class CountFormulas:
         last: _Pass | None = None
         for note in step.notes[new:]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
+            note.pins = {}
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
         while begin <= len(step.notes):
@@ -798,7 +799,9 @@ class _Pass:
             raise _Again
         for code in filter(None, codes):
             if "math." not in code and "torch." not in code:  # what graphs can compute
-                self._learn(self._renamed(code))
+                formula = self._renamed(code)
+                conditions += self._on_this_side(formula)
+                self._learn(formula)
         known = self._every.all_ties()
         found = filter(None, [tie_of(condition, len(self._step.counts)) for condition in conditions])
         if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
@@ -812,6 +815,14 @@ class _Pass:
                 self._every.opaque.add(depth)
             raise _Again
         return conditions
+
+    def _on_this_side(self, formula: Formula) -> list[Condition]:
+        """Of a size that is one number for all samples (``min(8, s0)``): whether it is that number in this step."""
+        (number, *others) = {formula.at(run.counts) for run in self._runs}
+        if others or formula.names() <= pins_of(self._step.notes).keys():
+            return []
+        is_it = formula.at(self._step.counts) == number
+        return [Condition(Formula(f"({formula}) {'==' if is_it else '!='} {number}"))]
 
     def _tie(self, depth: int, tie: tuple[int, Formula]) -> None:
         """A count follows from others behind a call.

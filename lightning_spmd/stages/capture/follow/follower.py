@@ -140,7 +140,11 @@ class Follower:
             note.spare.clear()
             if id(note) not in under_way:
                 note.handed.clear()
+                note.sized_for = ()
                 continue
+            if note.sizes is not None:
+                sized = zip(note.moulds, note.sizes(self.counts.told), strict=True)
+                note.moulds = [self.moulds.sized(mould, *size) for mould, size in sized]
             for handed, mould in zip(note.handed, note.moulds, strict=False):
                 private.exchange(handed, mould.detach())
         for given in (self.given[position] for position in stand_ins):

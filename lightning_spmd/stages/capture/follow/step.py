@@ -810,6 +810,8 @@ class Step(StepState, TorchFunctionMode):
             except CannotBeFollowed as error:
                 is_another, reason = True, str(error)
             self.here = before
+            if not (note.is_fitted or is_another):  # nor is it ever, if this step ends eagerly
+                note.pins = {i: self.counts[i] for i in range(self.opened, len(self.counts))}
             if is_another:
                 self.notes.pop()
                 del self.held[note.depth]
