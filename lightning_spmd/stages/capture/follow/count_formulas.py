@@ -66,6 +66,8 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
 _SEEDS = 24
+_MOST_DECIDED = 4
+"""Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
 _MOST_AVOIDED = 16
 """Counts that samples do without for one call."""
 _SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
@@ -122,7 +124,8 @@ class CountFormulas:
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart, with the depth where they were.
         dropped: conditions that hardly any counts fulfill, by depth.
-        opaque: depths of calls that do not run on symbols, or decide on their very number: a few more counts are tried.
+        opaque: depths of calls that do not run on symbols, or decide on counts as for hardly any others, and these
+            counts: a few more are tried.
     """
 
     def __init__(self, step: StepState) -> None:
@@ -134,7 +137,7 @@ class CountFormulas:
         # which masks are the same depends on the writes into them
         self.skips = not step.opened and all(note.same is None for note in step.notes)
         self.by_python = False
-        self.opaque: set[int] = set()
+        self.opaque: dict[int, set[int]] = {}
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
 
@@ -216,7 +219,7 @@ class CountFormulas:
         for read in (before for before in step.notes if before.reads and counts & set(before.counts)):
             step.follower.sizes_at[read.source] += 1
         self.tried.pop(depth, None)
-        self.opaque.discard(depth)
+        self.opaque.pop(depth, None)
         self.dropped.pop(depth, None)
         return depth
 
@@ -747,7 +750,7 @@ class _Pass:
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
-        self._every.opaque.discard(depth)
+        self._every.opaque.pop(depth, None)
         self._every.dropped.pop(depth, None)
         self._every.conditions.pop(depth, None)
         self._every.ties.pop(depth, None)
@@ -791,11 +794,12 @@ class _Pass:
             are_fulfilled = all(condition.holds(self._step.counts) for condition in conditions)
         except Exception:  # whatever torch's code does with what is no plain integer
             if self._every.by_python:
-                self._every.opaque.add(depth)
+                self._every.opaque[depth] = set()
             self._every.by_python = not self._every.by_python
             raise _Again from None
         if symbols.fixed() or not are_fulfilled:
-            self._every.opaque.add(depth)
+            others = {i for c in conditions if not c.holds(self._step.counts) for i in c.formula.names()}
+            self._do_without(depth, others.union(self._open[i] for i in symbols.fixed()))
             raise _Again
         for code in filter(None, codes):
             if "math." not in code and "torch." not in code:  # what graphs can compute
@@ -812,9 +816,28 @@ class _Pass:
                 self._every.samples()
             except Apart:
                 self._every.dropped[depth] = self._every.conditions.pop(depth)
-                self._every.opaque.add(depth)
+                self._do_without(depth, {i for condition in conditions for i in condition.formula.names()})
             raise _Again
         return conditions
+
+    def _do_without(self, depth: int, counts: set[int]) -> None:
+        """A call is tried with a few more counts, since torch decides on these as for hardly any others.
+
+        Raises:
+            _Pinned: it did so in many calls; there is another path for other counts.
+        """
+        opaque = self._every.opaque
+        opaque[depth] = counts
+        decided = {at: counts for at, counts in opaque.items() if counts}
+        if len(decided) > _MOST_DECIDED and (
+            counts := set().union(*decided.values()) - pins_of(self._step.notes).keys()
+        ):
+            for at in decided:
+                del opaque[at]
+                self._every.dropped.pop(at, None)
+            raise _Pinned(
+                min(decided), "calls are made as for hardly any other number of rows or elements", counts=counts
+            )
 
     def _on_this_side(self, formula: Formula) -> list[Condition]:
         """Of a size that is one number for all samples (``min(8, s0)``): whether it is that number in this step."""
