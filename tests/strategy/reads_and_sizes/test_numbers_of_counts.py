@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import InOrder, Result, assert_bitwise, assert_compiled, assert_equals_one_device, fit
 from tests.strategy.small import ROWS, Net, Quiet, rows, run
@@ -408,6 +409,32 @@ def test_rows_up_to_a_number_of_the_model(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(12, 13), steps=14)
     assert_compiled(ours)
     assert_bitwise(ours, train(make, "auto", range(12, 13), steps=14))
+
+
+class OneInEachPart(FewRows):
+    """Of two rows there is one in each part, which torch broadcasts in every call."""
+
+    order = (5, 7, 12, 3, 11, 2)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = mask.nonzero()[:, 0]
+        scale, loss = x[found, 2] - x[found, 2].mean(), x.sum() * 0
+        for part in torch.randperm(len(found)).chunk(2):
+            hidden = self.last(torch.tanh(self.first(x[found[part]]))).log_softmax(-1)
+            picked = hidden.gather(1, y[found[part], None])[:, 0].exp()
+            loss = loss - torch.min(picked * scale[part], picked.clamp(0.8, 1.2) * scale[part]).mean()
+        return loss
+
+
+def test_a_path_for_few_counts_is_not_tried_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes, original = list[int](), CountFormulas.samples
+    monkeypatch.setattr(
+        CountFormulas, "samples", lambda formulas: passes.append(len(formulas._step.counts)) or original(formulas)
+    )
+    ours = train(OneInEachPart, "spmd", range(12, 13), steps=6)
+    assert_compiled(ours)
+    assert_bitwise(ours, train(OneInEachPart, "auto", range(12, 13), steps=6))
+    assert len(passes) < 24
 
 
 class EndsEagerly(FewRows):
