@@ -74,6 +74,17 @@ class Transcribes(Quiet):
         return F.ctc_loss(scores, targets, lengths, mask.sum(1), zero_infinity=True)
 
 
+class TranscribesLists(Transcribes):
+    """Padded targets, and lengths that are lists of Python's, others in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        scores = self.last(torch.tanh(self.first(torch.stack([x, -x, 2 * x])))).log_softmax(-1)
+        targets = torch.stack([y, 1 + y % 2], dim=1).clamp(min=1)
+        lengths = [3 - (batch_idx + i) % 2 for i in range(len(x))]
+        return F.ctc_loss(scores, targets, lengths, tuple([1 + (batch_idx + i) % 2 for i in range(len(x))]))
+
+
 class Overwrites(Quiet):
     """Rows are written to as many places: two numbers that nothing but their values says are one."""
 
@@ -106,7 +117,7 @@ def _few() -> Any:
     return InOrder(rows(16), ROWS, shuffle=False)
 
 
-@pytest.mark.parametrize("make", [*WAYS, Overwrites, Codes])
+@pytest.mark.parametrize("make", [*WAYS, TranscribesLists, Overwrites, Codes])
 def test_sizes_that_the_data_say_stay_in_graphs(make: type[Net]) -> None:
     """Two batches, each three times: bitwise."""
     assert_compiled(assert_as_eager(make, data=_few))

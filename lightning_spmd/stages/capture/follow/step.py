@@ -576,6 +576,8 @@ class Step(StepState, TorchFunctionMode):
             kind = "copy"
         elif func in RECURRENT:
             kind = "recurrent"
+        elif func in (torch.ctc_loss, nn.functional.ctc_loss):
+            kind = "lengths"
         elif func in _MEMORY:
             kind = "set"
         elif func in VIEWED_IN_PLACE:
@@ -611,6 +613,8 @@ class Step(StepState, TorchFunctionMode):
                 return func(*args, **kwargs)
         if kind == "own":
             return self._with_own_backward(func, args, kwargs)
+        if kind == "lengths":
+            args, kwargs = tuple(map(self._of_list, args)), {name: self._of_list(arg) for name, arg in kwargs.items()}
         if kind == "recurrent" and (open_ := self._packed.for_all_lengths(func, args, kwargs)) is not None:
             return self.__torch_function__(open_[0], (), open_[1], {})
         if kind == "by hand" and self.by_hand is not None:
@@ -917,6 +921,10 @@ class Step(StepState, TorchFunctionMode):
                 return func(*args, **kwargs)
         finally:
             self.is_apart = False
+
+    def _of_list(self, numbers: Any) -> Any:
+        """A list of numbers as a tensor, whose values may be others in each step. Torch's kernels take either."""
+        return self._data(torch.tensor, (numbers,), {}) if isinstance(numbers, list | tuple) else numbers
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``copy.deepcopy``, which keeps copies in a dictionary. The copy of a result is a call."""
