@@ -10,6 +10,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch._decomp.decompositions import upsample_compute_output_size
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
@@ -115,14 +116,34 @@ def seen_value(value: Any) -> Any:
     return value.node.require_hint() if hasattr(value.node, "require_hint") else value.node.hint
 
 
+def _of_size(operator: Any) -> Callable[..., Any]:
+    """An operator of ``F.interpolate`` that takes symbols; what comes first in C++ wants plain integers."""
+
+    def resized(input: Any, size: Any, *rest: Any) -> Any:
+        *aligned, factors = rest
+        found = upsample_compute_output_size(input.shape, size, factors)
+        return operator(input, found, *aligned, *(factors or [None] * len(found)))
+
+    return resized
+
+
+RESIZES = {
+    name: _of_size(packet.default)
+    for name in dir(torch._C._nn)
+    if "upsample" in name and "vec" in (packet := getattr(torch.ops.aten, name)).overloads()
+}
+"""Replacements for functions in ``torch._C._nn``; without them images of varying sizes have a graph for each."""
+
+
 @contextlib.contextmanager
 def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
-    """A context for tracing: ``math.sqrt`` follows symbols, and a symbol as text is its number.
+    """A context for tracing: ``math.sqrt`` and ``F.interpolate`` follow symbols, and a symbol as text is its number.
 
     Args:
         by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.
     """
     root, text, level = math.sqrt, SymNode._graph_repr, _LOG.level
+    resizes = {name: getattr(torch._C._nn, name) for name in RESIZES}
 
     def follow(x: Any) -> Any:
         return torch.sym_sqrt(x) if is_symbol(x) else root(x)
@@ -133,10 +154,14 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
         return str(node.guard_float("", 0) if node.is_float() else node.guard_bool("", 0))
 
     math.sqrt, SymNode._graph_repr = follow, number  # pyright: ignore[reportAttributeAccessIssue]
+    for name, resized in RESIZES.items():
+        setattr(torch._C._nn, name, resized)
     _LOG.setLevel(logging.CRITICAL)  # what cannot be done is told once, in the user's words
     try:
         with enable_python_dispatcher() if by_python else contextlib.nullcontext():
             yield
     finally:
         math.sqrt, SymNode._graph_repr = root, text
+        for name, original in resizes.items():
+            setattr(torch._C._nn, name, original)
         _LOG.setLevel(level)
