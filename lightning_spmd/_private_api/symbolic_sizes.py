@@ -121,15 +121,16 @@ def _of_size(operator: Any) -> Callable[..., Any]:
 
     def resized(input: Any, size: Any, *rest: Any) -> Any:
         *aligned, factors = rest
-        found = upsample_compute_output_size(input.shape, size, factors)
+        found: Any = upsample_compute_output_size(input.shape, size, factors)
         return operator(input, found, *aligned, *(factors or [None] * len(found)))
 
     return resized
 
 
+_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 RESIZES = {
     name: _of_size(packet.default)
-    for name in dir(torch._C._nn)
+    for name in dir(_FUNCTIONS)
     if "upsample" in name and "vec" in (packet := getattr(torch.ops.aten, name)).overloads()
 }
 """Replacements for functions in ``torch._C._nn``; without them images of varying sizes have a graph for each."""
@@ -143,7 +144,7 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
         by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.
     """
     root, text, level = math.sqrt, SymNode._graph_repr, _LOG.level
-    resizes = {name: getattr(torch._C._nn, name) for name in RESIZES}
+    resizes = {name: getattr(_FUNCTIONS, name) for name in RESIZES}
 
     def follow(x: Any) -> Any:
         return torch.sym_sqrt(x) if is_symbol(x) else root(x)
@@ -155,7 +156,7 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
 
     math.sqrt, SymNode._graph_repr = follow, number  # pyright: ignore[reportAttributeAccessIssue]
     for name, resized in RESIZES.items():
-        setattr(torch._C._nn, name, resized)
+        setattr(_FUNCTIONS, name, resized)
     _LOG.setLevel(logging.CRITICAL)  # what cannot be done is told once, in the user's words
     try:
         with enable_python_dispatcher() if by_python else contextlib.nullcontext():
@@ -163,5 +164,5 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
     finally:
         math.sqrt, SymNode._graph_repr = root, text
         for name, original in resizes.items():
-            setattr(torch._C._nn, name, original)
+            setattr(_FUNCTIONS, name, original)
         _LOG.setLevel(level)

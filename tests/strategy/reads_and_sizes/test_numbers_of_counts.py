@@ -404,7 +404,16 @@ class Factors(OneSide):
         return found.abs().sum() * self.last.bias[0] / len(found)
 
 
-@pytest.mark.parametrize("make", [OneSide, Factors])
+class OneSideOfTwo(OneSide):
+    """There is another count, so that samples may be less than that number."""
+
+    order = (5, 7, 6, 9, 4, 12, 8, 11)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return super().way(x, y, mask) + self.wide(x)[x[:, 1] > 0].tanh().mean()
+
+
+@pytest.mark.parametrize("make", [OneSide, OneSideOfTwo, Factors])
 def test_rows_up_to_a_number_of_the_model(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(12, 13), steps=14)
     assert_compiled(ours)

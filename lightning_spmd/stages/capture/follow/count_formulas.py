@@ -806,6 +806,8 @@ class _Pass:
                 formula = self._renamed(code)
                 conditions += self._on_this_side(formula)
                 self._learn(formula)
+        # those of sizes are only seen with samples on the other side
+        conditions += [c for c in self._every.conditions.get(depth, ()) if c not in conditions]
         known = self._every.all_ties()
         found = filter(None, [tie_of(condition, len(self._step.counts)) for condition in conditions])
         if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
