@@ -127,24 +127,27 @@ def _of_size(operator: Any) -> Callable[..., Any]:
     return resized
 
 
-_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-RESIZES = {
-    name: _of_size(packet.default)
-    for name in dir(_FUNCTIONS)
-    if "upsample" in name and "vec" in (packet := getattr(torch.ops.aten, name)).overloads()
-}
-"""Replacements for functions in ``torch._C._nn``; without them images of varying sizes have a graph for each."""
+def _pooled(*args: Any, **kwargs: Any) -> Any:
+    return torch.max_pool1d_with_indices(*args, **kwargs)[0]
+
+
+_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
+RESIZES = tuple(n for n in dir(_NN) if "upsample" in n and "vec" in getattr(torch.ops.aten, n).overloads())
+"""What ``F.interpolate`` calls."""
+_INSTEAD = [(_NN, name, _of_size(getattr(torch.ops.aten, name).default)) for name in RESIZES]
+_INSTEAD += [(torch, "max_pool1d", _pooled)]
+"""For functions that want plain integers, what they call: without these, varying sizes have a graph for each."""
 
 
 @contextlib.contextmanager
 def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
-    """A context for tracing: ``math.sqrt`` and ``F.interpolate`` follow symbols, and a symbol as text is its number.
+    """A context for tracing: ``math.sqrt`` and functions of torch follow symbols, a symbol as text is its number.
 
     Args:
         by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.
     """
     root, text, level = math.sqrt, SymNode._graph_repr, _LOG.level
-    resizes = {name: getattr(_FUNCTIONS, name) for name in RESIZES}
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _INSTEAD]
 
     def follow(x: Any) -> Any:
         return torch.sym_sqrt(x) if is_symbol(x) else root(x)
@@ -155,14 +158,14 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
         return str(node.guard_float("", 0) if node.is_float() else node.guard_bool("", 0))
 
     math.sqrt, SymNode._graph_repr = follow, number  # pyright: ignore[reportAttributeAccessIssue]
-    for name, resized in RESIZES.items():
-        setattr(_FUNCTIONS, name, resized)
+    for place in _INSTEAD:
+        setattr(*place)
     _LOG.setLevel(logging.CRITICAL)  # what cannot be done is told once, in the user's words
     try:
         with enable_python_dispatcher() if by_python else contextlib.nullcontext():
             yield
     finally:
         math.sqrt, SymNode._graph_repr = root, text
-        for name, original in resizes.items():
-            setattr(_FUNCTIONS, name, original)
+        for place in originals:
+            setattr(*place)
         _LOG.setLevel(level)

@@ -183,7 +183,7 @@ class Checkpointed(Model):
 
 
 class Resized(Model):
-    """Down and up again, to a size and by a factor."""
+    """Down and up again, to a size and by a factor; the largest of neighbours."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Resized(Model):
         image = self.convolution(x[:, None])
         small = F.avg_pool2d(self.twice(image), 3, padding=1)
         back = F.interpolate(small, size=image.shape[-2:], mode="bilinear")
-        return self.linear((image + back).sum(1))
+        return self.linear((image + back).sum(1)) + F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
 
 
 class Hooked(Model):

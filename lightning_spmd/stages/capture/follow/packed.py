@@ -271,7 +271,7 @@ class PackedSequences:
 
         Returns:
             Function and arguments; None if torch's function is to be called: no size varies that is known here, rows
-            are packed, or autocast casts each weight once for all calls.
+            are packed, layers share a weight, or autocast casts each weight once for all calls.
         """
         if not self._step.counts or kwargs or type(args[_HAS_BIAS]) is not bool:
             return None
@@ -279,7 +279,8 @@ class PackedSequences:
         kind = input.device.type
         cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         cached = torch.is_autocast_cache_enabled()
-        if cast_to is not None and cached and torch.is_grad_enabled():
+        is_cast_once = cast_to is not None and cached and torch.is_grad_enabled()
+        if is_cast_once or len({id(weight) for weight in weights}) < len(weights):  # eager adds up the gradients of one
             return None
         trains = torch.is_grad_enabled()
         how = Settings(RECURRENT[func], bias, layers, bidirectional, trains, False, False, cast_to, cached, even=False)
