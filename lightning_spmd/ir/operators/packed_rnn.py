@@ -31,7 +31,7 @@ from lightning_spmd.ir.operators.library import define_operator
 aten = torch.ops.aten
 _SETTINGS = (
     "str mode, bool bias, int layers, bool bidirectional, bool train, bool sort, bool rows_first, "
-    "ScalarType? autocast, bool cached, bool even"
+    "ScalarType? autocast, bool cached, bool even, bool[] asks"
 )
 _pack, _pad = aten._pack_padded_sequence.default, aten._pad_packed_sequence  # noqa: SLF001 - operators' public names
 _LAYERS: dict[str, Callable[..., Any]] = {
@@ -57,6 +57,7 @@ class Settings:
         autocast: dtype of products; None: that of the input.
         cached: whether autocast casts a weight only once, so that gradients of its time steps are added in that dtype.
         even: whether all rows have the same length. Under autocast an LSTM on the CPU then returns another dtype.
+        asks: which of input, states and weights ask for gradients: products of those that do not are made otherwise.
     """
 
     mode: str
@@ -69,12 +70,13 @@ class Settings:
     autocast: torch.dtype | None
     cached: bool
     even: bool
+    asks: tuple[bool, ...] = ()
 
     def arguments(self) -> tuple[Any, ...]:
         """As the operators take them."""
         return (
             self.mode, self.bias, self.layers, self.bidirectional, self.train, self.sort, self.rows_first,
-            self.autocast, self.cached, self.even,
+            self.autocast, self.cached, self.even, self.asks,
         )  # fmt: skip
 
 
@@ -98,11 +100,11 @@ class _Kept:
 def _forward(
     input: Tensor, lengths: Tensor | None, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
 ) -> list[Tensor]:
-    how = Settings(*settings)
+    how = _settings(settings)
     if not hx[0].shape[1]:  # a rank without rows
         return _forward_shapes(input, lengths, hx, weights, *settings)
     reserve = input.new_empty(1)
-    leaves = _leaves([input, *hx, *weights], [how.train] * (1 + len(hx) + len(weights)))
+    leaves = _leaves([input, *hx, *weights], how.asks)
     results = computed_eagerly(how, leaves, lengths, len(hx))
     if how.train:
         reserve.kept = _Kept(leaves, results, lengths, _places(leaves, lengths))  # type: ignore[attr-defined]
@@ -119,7 +121,7 @@ def _backward(
     wanted: Sequence[bool],
     *settings: Any,
 ) -> list[Tensor]:
-    tensors, how, sums = [input, *hx, *weights], Settings(*settings[:-1]), settings[-1] or [None] * sum(wanted)
+    tensors, how, sums = [input, *hx, *weights], _settings(settings[:-1]), settings[-1] or [None] * sum(wanted)
     if not hx[0].shape[1]:
         none = [t.new_zeros(t.shape) for t, wants in zip(tensors, wanted, strict=True) if wants]
         return [zeros if total is None else total.clone() for zeros, total in zip(none, sums, strict=True)]
@@ -127,7 +129,7 @@ def _backward(
     if kept is not None and kept.places == _places(tensors, lengths):
         leaves, results = kept.leaves, kept.results
     else:  # a rank may have parts now of what it had whole
-        leaves = _leaves(tensors, wanted)
+        leaves = _leaves(tensors, how.asks)
         results = computed_eagerly(how, leaves, lengths, len(hx))
     asked = [leaf for leaf, wants in zip(leaves, wanted, strict=True) if wants]
     given = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None]
@@ -154,6 +156,12 @@ class _Before(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return ctx.total.clone(), None
+
+
+def _settings(given: Sequence[Any]) -> Settings:
+    """As the operators took them."""
+    *rest, asks = given
+    return Settings(*rest, asks=tuple(asks))
 
 
 def _leaves(tensors: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor]:
@@ -258,7 +266,7 @@ def computed_eagerly(how: Settings, tensors: Sequence[Tensor], lengths: Tensor |
 def _forward_shapes(
     input: Tensor, lengths: Tensor | None, hx: Sequence[Tensor], weights: Sequence[Tensor], *settings: Any
 ) -> list[Tensor]:
-    how = Settings(*settings)
+    how = _settings(settings)
     if input.shape[int(how.rows_first)] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     units = hx[0].shape[2] * (2 if how.bidirectional else 1)
@@ -290,7 +298,7 @@ def _dtypes(
     how: Settings, packed: bool, projects: bool, of_input: torch.dtype, of_state: torch.dtype, of_weight: torch.dtype
 ) -> tuple[torch.dtype, ...]:
     """The same on the CPU under autocast, where eager's layers mix dtypes: a small one is asked."""
-    one = dataclasses.replace(how, layers=1, bidirectional=False, train=False, sort=False, rows_first=False)
+    one = dataclasses.replace(how, layers=1, bidirectional=False, train=False, sort=False, rows_first=False, asks=())
     gates, units, projected = {"LSTM": 4, "GRU": 3}.get(how.mode, 1), 2, 1 if projects else 2
     shapes = [(gates * units, 1), (gates * units, projected), *([(gates * units,)] * 2 if how.bias else [])]
     shapes += [(projected, units)] if projects else []

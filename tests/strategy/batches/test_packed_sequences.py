@@ -357,11 +357,11 @@ def test_a_lost_reserve_costs_a_forward_pass_and_no_bit(*, lost: bool) -> None:
     torch.manual_seed(1)
     layer = nn.GRU(3, 4)
     x, lengths, state = torch.randn(5, 2, 3), torch.tensor([5, 2]), torch.zeros(1, 2, 4)
-    how = ("GRU", True, 1, False, True, False, False, None, True, False)
+    wanted = [False, False, True, True, True, True]
+    how = ("GRU", True, 1, False, True, False, False, None, True, False, wanted)
     weights = [w.detach().clone() for w in layer.parameters()]
     out, hidden, reserve = PACKED_RNN(x, lengths, [state], weights, *how)
     weights = [w.clone() for w in weights] if lost else weights
-    wanted = [False, False, True, True, True, True]
     found = PACKED_RNN_BACKWARD([out, None], x, lengths, [state], weights, reserve, wanted, *how, [])
     eager, _ = pad_packed_sequence(layer(pack_padded_sequence(x, lengths))[0])
     assert torch.equal(eager, out)

@@ -153,6 +153,20 @@ class Recurrent(Model):
         return x.transpose(0, 1) * (1 + self.gru.weight_hh_l0.square().mean())
 
 
+class Frozen(Model):
+    """Products with weights that ask for no gradients, or in a part without any, are made otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.teacher = (nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(2))
+        self.frozen.requires_grad_(False)
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            told, _ = self.teacher(x)
+        return self.linear(self.frozen(x)[0]) * told
+
+
 class Undropped(Recurrent):
     """The same on any number of ranks."""
 
@@ -194,6 +208,26 @@ class Resized(Model):
         small = F.avg_pool2d(self.twice(image), 3, padding=1)
         back = F.interpolate(small, size=image.shape[-2:], mode="bilinear")
         return self.linear((image + back).sum(1)) + F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
+
+
+class _Summed(torch.autograd.Function):
+    """Its gradient is written into, from a place that depends on the size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.length = x.shape[1]
+        return x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        found = gradient[:, None].expand(-1, ctx.length, -1).clone()
+        found[:, ctx.length // 2 :] *= 2
+        return found
+
+
+class Summed(Model):
+    def body(self, x: Tensor) -> Tensor:
+        return self.linear(x) + _Summed.apply(x)[:, None] / 10  # type: ignore[operator]
 
 
 class Hooked(Model):
@@ -303,6 +337,8 @@ def test_rows_and_lengths_vary_together() -> None:
         (Checkpointed, 2),
         (Hooked, 2),
         (Resized, 2),
+        (Frozen, 3),
+        (Summed, 4),
     ],
 )
 def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:

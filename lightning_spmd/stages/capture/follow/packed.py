@@ -427,6 +427,11 @@ class _Recurrent(torch.autograd.Function):
         return None, None, None, *(found[sum(wanted[:i])] if wants else None for i, wants in enumerate(wanted))
 
 
+def _applied(how: Settings, states: int, lengths: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+    its = replace(how, asks=tuple([tensor.requires_grad for tensor in tensors]))
+    return cast("tuple[Tensor, ...]", _Recurrent.apply(its, states, lengths, *tensors))
+
+
 class _RecurrentCall:
     """The operator as a noted call. On real tensors, which may need any gradient, torch's own operators."""
 
@@ -434,7 +439,7 @@ class _RecurrentCall:
 
     def __call__(self, how: Settings, states: int, lengths: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         if isinstance(tensors[0], private.FakeTensor):
-            return cast("tuple[Tensor, ...]", _Recurrent.apply(how, states, lengths, *tensors))
+            return _applied(how, states, lengths, *tensors)
         return tuple(computed_eagerly(how, tensors, lengths, states))
 
 
@@ -460,7 +465,7 @@ class _UnpackedCall:
             part = weights[number * its_weights : (number + 1) * its_weights]
             operands = out, *its_states, *part
             its = replace(how, layers=how.layers // parts)
-            out, *hidden = cast("tuple[Tensor, ...]", _Recurrent.apply(its, states, None, *operands))
+            out, *hidden = _applied(its, states, None, *operands)
             last.append(hidden)
         out = out.transpose(0, 1) if rows_first else out
         return out, *(its[0] if parts == 1 else torch.cat(its) for its in zip(*last, strict=True))

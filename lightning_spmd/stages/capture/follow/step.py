@@ -614,7 +614,7 @@ class Step(StepState, TorchFunctionMode):
         if kind == "own":
             return self._with_own_backward(func, args, kwargs)
         if kind == "lengths":
-            args, kwargs = tuple(map(self._of_list, args)), {name: self._of_list(arg) for name, arg in kwargs.items()}
+            args, kwargs = self._with_lengths(args, kwargs)
         if kind == "recurrent" and (open_ := self._packed.for_all_lengths(func, args, kwargs)) is not None:
             return self.__torch_function__(open_[0], (), open_[1], {})
         if kind == "by hand" and self.by_hand is not None:
@@ -922,9 +922,15 @@ class Step(StepState, TorchFunctionMode):
         finally:
             self.is_apart = False
 
-    def _of_list(self, numbers: Any) -> Any:
-        """A list of numbers as a tensor, whose values may be others in each step. Torch's kernels take either."""
-        return self._data(torch.tensor, (numbers,), {}) if isinstance(numbers, list | tuple) else numbers
+    def _with_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Two lists of lengths as tensors, whose values may be others in each step. Torch's kernels take either."""
+        leaves = [*args, *kwargs.values()]
+        lists = [at for at, leaf in enumerate(leaves) if isinstance(leaf, list | tuple)]
+        if len(lists) == 1:  # which torch refuses
+            return args, kwargs
+        for at in lists:
+            leaves[at] = self._data(torch.tensor, (leaves[at],), {})
+        return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
 
     def _deepcopy(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``copy.deepcopy``, which keeps copies in a dictionary. The copy of a result is a call."""

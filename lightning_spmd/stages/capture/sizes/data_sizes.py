@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd.ir.operators.ctc import CTC_LOSS, CTC_LOSS_BACKWARD, PAD_TARGETS
+from lightning_spmd.ir.operators.positions import BY_DIMENSION
 from lightning_spmd.ir.operators.unique import UNIQUE, UNIQUE_COUNT
 
 aten = torch.ops.aten
@@ -115,18 +116,12 @@ class DataSizes:
         self.slot += 1
         key = self._key(mask)
         if key is not None and key in self._found:
-            return self._as_eager(self._found[key])
+            return self._call(BY_DIMENSION, self._found[key])  # eager's results share no memory
         count = self._number(self._call(aten.count_nonzero.default, mask))
         found = self._call(aten.nonzero_static.default, mask, size=count)
         if key is not None:
             self._found[key] = found
-        return self._as_eager(found)
-
-    def _as_eager(self, found: Tensor) -> Tensor:
-        """Positions of their own, which lie in memory as ``nonzero`` gives them: dimension by dimension."""
-        by_dim = self._call(aten.t.default, found)
-        by_dim = self._call(aten.clone.default, by_dim, memory_format=torch.contiguous_format)
-        return self._call(aten.t.default, by_dim)
+        return self._call(BY_DIMENSION, found)
 
     def _columns(self, mask: Tensor) -> Iterator[Tensor]:
         key = self._key(mask)

@@ -34,6 +34,7 @@ from torch import fx
 
 from lightning_spmd.ir.effects import draws_random
 from lightning_spmd.ir.node_info import TensorSpec
+from lightning_spmd.ir.operators.positions import BY_DIMENSION
 from lightning_spmd.ir.placement import Chosen, Partial, Placement, Replicate, Shard
 from lightning_spmd.ir.reads import hands_over
 from lightning_spmd.stages.expand.call import Layout, LocalCall, OpCall, bind_arguments, flatten_values, is_tensor
@@ -49,7 +50,7 @@ COUNTED_BY: Mapping[Any, Any] = {
     aten.repeat_interleave.Tensor: aten.sum.default,
 }
 """Operators that choose rows by the values of their operand, and what counts the rows."""
-_COPIES = (aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh)
+_COPIES = (aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh, BY_DIMENSION.overloadpacket)
 _VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze)
 _MADE = (
     aten.zeros, aten.ones, aten.full, aten.new_zeros, aten.new_ones, aten.new_full,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_spmd.ir.operators.positions import BY_DIMENSION
 from lightning_spmd.ir.placement import PARTIAL
 from lightning_spmd.stages.expand.call import (
     Layout,
@@ -249,7 +250,12 @@ def _search(call: OpCall) -> list[Layout]:
     return found
 
 
+def _by_dimension(call: OpCall) -> list[Layout]:
+    return along(call, [0], [0])
+
+
 RULES: dict[Any, Rule] = {
+    BY_DIMENSION: _by_dimension,
     **dict.fromkeys([aten.scatter, aten.scatter_reduce], _along_dim),
     aten.gather: _gather,
     aten.scatter_add: _scatter_add,
