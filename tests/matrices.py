@@ -1284,6 +1284,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "test_the_first_step_captures_nothing_once_for_each_read",
     ),
     "tests/strategy/reads_and_sizes/test_numbers_of_counts.py": (
+        "test_rows_up_to_a_number_of_the_model[Factors]",
         "backward_pass[SingularByHand]",
         "test_torch_decides_on_counts_and_sizes_in_the_backward_pass",
         "test_one_graph_for_all_counts[Positions]",
@@ -1358,6 +1359,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "that_is_smaller",
     ),
     "tests/strategy/reads_and_sizes/test_sizes_from_reads.py": (
+        "test_lengths_of_rows[SplitOfAll]",
         "batches_of_all_sizes[Longest]",
         "batches_of_all_sizes[EachLength]",
         "batches_of_all_sizes[Listed]",
@@ -1397,6 +1399,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/strategy/reads_and_sizes/test_values_and_sizes.py": ("test_counters_and_values_where_sizes_vary",),
     "tests/strategy/reads_and_sizes/test_varying_sizes.py": (
+        "test_two_ranks_equal_one_device[recurrent]",
+        "test_a_recurrent_layer_whose_gradient",
+        "test_what_follows_from_sizes[Hooked-2]",
         "[Convolution-",
         "test_one_row_is_a_size_of_its_own",
         "test_two_ranks_equal_one_device[sharded]",
