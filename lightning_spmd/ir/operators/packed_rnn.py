@@ -198,7 +198,7 @@ def called_as_eager(
 ) -> tuple[Tensor, ...]:
     """Torch's own layer over rows of one length."""
     state = hx if how.mode == "LSTM" else hx[0]
-    settings = how.bias, how.layers, dropout, how.train, how.bidirectional, rows_first
+    settings = how.bias, how.layers, dropout, how.train or dropout > 0, how.bidirectional, rows_first
     return _LAYERS[how.mode](input, state, weights, *settings)
 
 

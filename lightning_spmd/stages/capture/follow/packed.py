@@ -271,7 +271,8 @@ class PackedSequences:
 
         Returns:
             Function and arguments; None if torch's function is to be called: no size varies that is known here, rows
-            are packed, layers share a weight, or autocast casts each weight once for all calls.
+            are packed, layers share a weight (eager adds up its gradients over both), autocast casts each weight once
+            for all calls, or a library draws for dropout.
         """
         if not self._step.counts or kwargs or type(args[_HAS_BIAS]) is not bool:
             return None
@@ -279,14 +280,14 @@ class PackedSequences:
         kind = input.device.type
         cast_to = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         cached = torch.is_autocast_cache_enabled()
-        is_cast_once = cast_to is not None and cached and torch.is_grad_enabled()
-        if is_cast_once or len({id(weight) for weight in weights}) < len(weights):  # eager adds up the gradients of one
+        dropout, trains = dropout if train else 0.0, torch.is_grad_enabled()
+        is_cast_once, is_shared = cast_to is not None and cached and trains, len(set(map(id, weights))) < len(weights)
+        if is_cast_once or is_shared or (dropout and kind != "cpu"):
             return None
-        trains = torch.is_grad_enabled()
         how = Settings(RECURRENT[func], bias, layers, bidirectional, trains, False, False, cast_to, cached, even=False)
         each = list(states) if func is torch.lstm else [states]
         self._step.follower.kinds[_unpacked] = "call"
-        return _unpacked, (how, dropout if train else 0.0, rows_first, len(each), input, *each, *weights)
+        return _unpacked, (how, dropout, rows_first, len(each), input, *each, *weights)
 
     def unroll(self) -> None:
         """Backward passes are differentiated: what the operator cannot, torch's own layers can."""
