@@ -333,10 +333,10 @@ def test_rows_and_lengths_vary_together() -> None:
         (Asks, 4),
         (Writes, 2),
         (Indexes, 3),
-        (Recurrent, 3),
+        (Undropped, 3),
         (Checkpointed, 2),
         (Hooked, 2),
-        (Resized, 2),
+        (Resized, 4),
         (Frozen, 3),
         (Summed, 4),
     ],
@@ -351,6 +351,10 @@ def test_a_step_that_wants_the_very_size_has_a_graph_for_each(told: list[str]) -
     (text,) = [t for t in told if "for each size of batch['tokens'] dim 1" in t]
     assert "its very size is wanted at " in text
     assert "test_varying_sizes.py:" in text
+
+
+def test_dropout_between_recurrent_layers_draws_eager_s_numbers() -> None:
+    compare(Recurrent, [(4, n) for n in (5, 7, 12, 6)])
 
 
 def test_a_recurrent_layer_whose_gradient_is_differentiated_is_torch_s() -> None:
