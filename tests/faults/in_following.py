@@ -363,7 +363,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "placeholders for other sizes are made where the step sees it",
         CAPTURE,
         f"{FOLLOW}/placeholders.py",
-        "        with private.BelowDispatchModes(), private.no_torch_functions():  # no call of the step",
+        "        with private.no_torch_functions():  # no call of the step",
         "        if self:  #",
         (f"{SIZES}::test_what_follows_from_sizes",),
     ),

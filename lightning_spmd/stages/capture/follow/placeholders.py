@@ -42,7 +42,7 @@ class Moulds:
     def of(self, spec: TensorSpec) -> Tensor:
         """The mould of a result."""
         shows = self.show_strides and spec.device.type == "cpu"
-        with private.BelowDispatchModes(), private.no_torch_functions():  # no call of the step, wherever that is
+        with private.no_torch_functions():  # no call of the step, wherever that is
             return private.with_strides(spec) if shows else private.without_memory(spec)
 
     def sized(self, mould: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
