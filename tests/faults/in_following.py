@@ -357,7 +357,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         f"{FOLLOW}/packed.py",
         "asks=tuple([tensor.requires_grad for tensor in tensors])",
         "asks=tuple([True for _ in tensors])",
-        (f"{SIZES}::test_what_follows_from_sizes",),
+        (f"{SIZES}::test_recurrent_layers_without_gradients_are_eager_s",),
     ),
     Mutant(
         "placeholders for other sizes are made where the step sees it",

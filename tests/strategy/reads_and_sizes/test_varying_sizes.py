@@ -337,7 +337,6 @@ def test_rows_and_lengths_vary_together() -> None:
         (Checkpointed, 2),
         (Hooked, 2),
         (Resized, 4),
-        (Frozen, 3),
         (Summed, 4),
     ],
 )
@@ -351,6 +350,11 @@ def test_a_step_that_wants_the_very_size_has_a_graph_for_each(told: list[str]) -
     (text,) = [t for t in told if "for each size of batch['tokens'] dim 1" in t]
     assert "its very size is wanted at " in text
     assert "test_varying_sizes.py:" in text
+
+
+def test_recurrent_layers_without_gradients_are_eager_s() -> None:
+    """With three rows the products of weights that ask for gradients have other bits."""
+    assert compare(Frozen, [(3, n) for n in (4, 6, 5, 7, 4, 9)]) == 3
 
 
 def test_dropout_between_recurrent_layers_draws_eager_s_numbers() -> None:
