@@ -25,9 +25,16 @@ _METHOD: ContextVar[str] = ContextVar("method", default="training_step")
 _STAGES = {"training_step": "train", "validation_step": "validation", "test_step": "test", "predict_step": "predict"}
 
 
+def speaking_of(method: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which messages name this step method: the same code makes graphs of all of them."""
+    return _UNCHANGED if _METHOD.get() == method else _speaking_of(method)
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def speaking_of(method: str) -> Iterator[None]:
-    """Messages name this step method: the same code makes graphs of all of them."""
+def _speaking_of(method: str) -> Iterator[None]:
     token = _METHOD.set(method)
     try:
         yield

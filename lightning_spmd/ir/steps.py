@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,12 @@ class Variant:
     def evaluation(cls, method: str) -> Variant:
         """``validation_step``, ``test_step`` or ``predict_step`` alone."""
         return cls(apply=False, backward=False, method=method)
+
+    @classmethod
+    @functools.cache
+    def automatic(cls, apply: bool, expose_gradients: bool) -> Variant:
+        """A micro-batch of automatic optimization."""
+        return cls(apply=apply, expose_gradients=expose_gradients)
 
     @classmethod
     def optimized_by_hand(cls) -> Variant:

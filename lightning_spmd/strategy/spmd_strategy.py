@@ -316,10 +316,12 @@ class SPMDStrategy(SavingStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, given, history = self._running_module, closure_loss, closure_loss.grad_fn
+        module, given = self._running_module, closure_loss
+        history = closure_loss.grad_fn if module.automatic_optimization else None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if not self._training.give_gradients(module, is_of_step=given.grad_fn is history):
+        is_of_step = not module.automatic_optimization or given.grad_fn is history
+        if not self._training.give_gradients(module, is_of_step=is_of_step):
             self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
             self._training.average_gradients(module)
         with self._layout.mixed_placements_allowed(module):

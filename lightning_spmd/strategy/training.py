@@ -112,7 +112,7 @@ class Training:
         self._hidden = HiddenGradients()
         self._others: tuple[int, int, list[nn.Parameter]] | None = None  # with numbers of graphs, and of its parameters
         self._unzeroed = False  # eager training still has the gradients of the last update
-        self._signature: tuple[Any, inspect.Signature] | None = None  # of training_step
+        self._signature: tuple[Any, inspect.Signature, tuple[str, ...]] | None = None  # of training_step
         self.accounts = Accounts(settings)
         self.ran = Ran()
 
@@ -312,17 +312,20 @@ class Training:
         """Which part of an iteration the graph of the current micro-batch is."""
         if not self._module.automatic_optimization:
             return Variant.optimized_by_hand()
-        return Variant(
-            apply=self._stepping and self.mode is Mode.COMPILED,
-            expose_gradients=self.mode is Mode.SPLIT or self._pauses is not None,
-        )
+        applies, pauses = self._stepping and self.mode is Mode.COMPILED, self._pauses is not None
+        return Variant.automatic(applies, self.mode is Mode.SPLIT or pauses)
 
     def _arguments(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """What ``training_step`` gets, by name; signatures cost more than a small step's matrix products."""
         function = getattr(method, "__func__", method)
         if self._signature is None or self._signature[0] is not function:
-            self._signature = function, inspect.signature(method)
-        return named_arguments(self._signature[1], args, kwargs)
+            signature = inspect.signature(method)
+            are_plain = all(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature.parameters.values())
+            self._signature = function, signature, tuple(signature.parameters) if are_plain else ()
+        _, signature, names = self._signature
+        if len(args) == len(names) and not kwargs:
+            return dict(zip(names, args, strict=True))
+        return named_arguments(signature, args, kwargs)
 
     def _follow_optimizer(self) -> None:
         """Graphs are made for one optimizer; a hook may have given the Trainer another one, or it other parameters."""

@@ -244,9 +244,11 @@ class TrainingIteration:
         shown = rows if meeting is not None else split[0] if len(set(split)) == 1 else None
         # a number on a GPU is not waited for
         self.ran = Ran(executable, shown if isinstance(shown, int) else None, (self.table, self._own.table))
-        with self.context.step_context(variant.method):
-            calls, is_global = followed.queue.calls, meeting is not None
-            followed.logged(replay(self.context.module, calls, values, batch.values, rows, is_global=is_global))
+        calls, results, is_global = followed.queue.calls, list[Any](), meeting is not None
+        if calls:
+            with self.context.step_context(variant.method):
+                results = replay(self.context.module, calls, values, batch.values, rows, is_global=is_global)
+        followed.logged(results)
         return followed.returned
 
     def _meeting(self, request: StepRequest) -> Meeting | None:

@@ -100,7 +100,7 @@ class PiecesOfStep:
     def __init__(self, known: Pieces, key: Callable[[], Any], split: tuple[int, ...]) -> None:
         if known.count > MOST_PIECES:
             known.forget()
-        self._known, self._key, self.split = known, functools.cache(key), split
+        self._known, self._find_key, self.split = known, key, split
         self._reads = 0
         self._done: list[tuple[Piece, Program]] = []
         self._trace: PiecewiseTrace | None = None  # of all that is done
@@ -108,6 +108,10 @@ class PiecesOfStep:
         self._random: TorchRandomState | None = None
         self._kept: dict[_Name, Any] = {}
         self._placed: dict[_Name, tuple[Placement, ...]] = {}
+
+    @functools.cached_property
+    def _key(self) -> Any:
+        return self._find_key()
 
     def values(self, request: StepRequest) -> Sequence[Any] | None:
         """What Python reads now; None if that takes a graph of the whole beginning. All ranks together.
@@ -117,15 +121,15 @@ class PiecesOfStep:
         """
         self._reads += 1
         program, known = request.program, self._known
-        if self._reads == 1 or self._key() in known.refused or program is None:
+        if self._reads == 1 or self._key in known.refused or program is None:
             return None
-        key = self._key(), program.key, tuple(want.source for want in program.wants)
+        key = self._key, program.key, tuple(want.source for want in program.wants)
         siblings = (self._done[-1][0].behind if self._done else known.first).setdefault(key, [])
         fitting = next((index for index, one in enumerate(siblings) if self._fits(one, request)), None)
         index = agreed(known.context.control, fitting)
         piece = siblings[index] if index is not None else self._built(request)
         if piece is None:
-            known.refused.add(self._key())
+            known.refused.add(self._key)
             self.end()
             return None
         if index is None:

@@ -50,10 +50,9 @@ class HiddenGradients:
         for tensor in tensors:
             if tensor.grad is None and tensor.requires_grad:
                 hidden = self._known.get(id(tensor))
-                if hidden is None or type(hidden) is not kind or not hidden.is_like(tensor):
-                    hidden = self._known[id(tensor)] = kind.like(tensor)
+                if hidden is None or type(hidden) is not kind or not _is_given(tensor, hidden):
+                    hidden = tensor.grad = self._known[id(tensor)] = kind.like(tensor)
                 hidden.takes = None if add is None else functools.partial(add, tensor)
-                tensor.grad = hidden
                 if not stay:
                     self._given.append((tensor, hidden))
 
@@ -75,11 +74,9 @@ class HiddenGradient(Tensor):
 
     Attributes:
         takes: gets what a backward pass adds to it; None: that is lost, as eager training zeroes it before it is used.
-        stands_for: shape, dtype and device, which each step compares; those of its own are asked through torch.
     """
 
     takes: Callable[[Tensor], None] | None = None
-    stands_for: tuple[Any, ...] = ()
 
     text = (
         "p.grad of the step before is used{}, which strategy='spmd' did not find in the code between two steps and so "
@@ -92,13 +89,7 @@ class HiddenGradient(Tensor):
         """One that stands for the gradient of a parameter."""
         # with the strides of the parameter, or autograd warns
         stride, dtype, device = parameter.stride(), parameter.dtype, parameter.device
-        made = private.make_wrapper(cls, parameter.shape, strides=stride, dtype=dtype, device=device)
-        made.stands_for = parameter.shape, dtype, device
-        return made
-
-    def is_like(self, parameter: Tensor) -> bool:
-        """Whether it may stand for the gradient of a parameter."""
-        return self.stands_for == (parameter.shape, parameter.dtype, parameter.device)
+        return private.make_wrapper(cls, parameter.shape, strides=stride, dtype=dtype, device=device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HiddenGradient:
         return self  # with a parameter torch copies what is in p.grad
@@ -142,6 +133,15 @@ class HiddenLeafGradient(HiddenGradient):
         "the gradient of a tensor that is no parameter of the module is used{}, which strategy='spmd' does not keep: "
         "call retain_grad() on it in training_step if it is of the batch or of the step, else make it a parameter"
     )
+
+
+def _is_given(tensor: Tensor, hidden: HiddenGradient) -> bool:
+    """Whether a stand-in from before is now the tensor's; torch refuses one of another shape, dtype or device."""
+    try:
+        tensor.grad = hidden
+    except RuntimeError:
+        return False
+    return True
 
 
 def _zeros_like(hidden: HiddenGradient) -> Tensor:

@@ -44,6 +44,9 @@ def _without_addresses(path: str) -> str:
 class Batch:
     """The arguments of one training_step call, taken apart.
 
+    Attributes:
+        tensor_values: the tensor leaves, in order.
+
     Args:
         batch: what holds the batch (the first positional argument), as Lightning passes it.
         shared: paths of tensors that are the same for every sample although they have dimensions (class weights). Those
@@ -73,11 +76,7 @@ class Batch:
         self._copied: list[tuple[Tensor, Tensor, int]] = []
         if part:
             self._close_gaps()
-
-    @property
-    def tensor_values(self) -> list[Tensor]:
-        """The tensor leaves, in order."""
-        return [self.values[i] for i in self.tensors]
+        self.tensor_values: list[Tensor] = [self.values[i] for i in self.tensors]
 
     def is_shared(self, index: int) -> bool:
         """Whether a tensor leaf is the same for every sample."""
@@ -167,6 +166,7 @@ class Batch:
         """Put copies in the plain memory order in place of tensors in another one."""
         for i in self.tensors:
             self.values[i] = self.values[i].contiguous()
+        self.tensor_values = [self.values[i] for i in self.tensors]
 
     def _close_gaps(self) -> None:
         """Put plain copies in place of rows with gaps between their elements, or none (``x[:, :length]``, ``expand``).

@@ -422,6 +422,13 @@ def leaves_by_place(value: Any, place: Place = ()) -> Iterator[tuple[Place, Any]
         yield place, value
 
 
+def leaf_at(value: Any, place: Place) -> Any:
+    """The leaf of arguments in one place."""
+    for key in place:
+        value = getattr(value, key) if type(value) is slice else value[key]
+    return value
+
+
 def with_numbers(value: Any, numbers: dict[Place, Any], place: Place = ()) -> Any:
     """Arguments with other leaves in some places."""
     if not numbers:

@@ -94,10 +94,11 @@ def fill(placeholder: Tensor, value: Tensor, *, trained: bool, made_at: str | No
         trained: whether it would ask for gradients.
         made_at: ``file:line`` of the call that made it, if it had a history.
     """
-    with torch.no_grad(), private.no_torch_functions():
-        if made_at is not None and trained:
+    if made_at is not None and trained:
+        with private.no_torch_functions():
             private.exchange(placeholder, without_history(value, made_at))
-            return
+        return
+    with torch.no_grad(), private.no_torch_functions():
         if placeholder.is_inference():  # its data cannot become another's
             with torch.inference_mode():
                 private.exchange(placeholder, value.clone())

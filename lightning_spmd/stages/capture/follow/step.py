@@ -229,13 +229,13 @@ class Step(StepState, TorchFunctionMode):
         self.layers = private.dispatch_layers()
         self.random_before = private.generator_states() if self.may_run_again else None
         packed = self._packed
-        private.UNSEEN.begin(self, self.saved)
         private.replace_packing(packed)
         strange = next(filter(None, map(not_in_graphs, self.follower.given)), None)
         # what is optimized has a history of its own, and its operators see none
         were_optimized = private.optimize_scripts(False)
         try:
             with self._below, self:
+                private.UNSEEN.begin(self, self.saved)
                 if strange is not None:
                     self.eagerly(f"the batch has {strange}")
                 yield
@@ -342,7 +342,7 @@ class Step(StepState, TorchFunctionMode):
 
     def _entered(self, original: Callable[..., Any], mode: Any) -> Any:
         # one of fake tensors has tensors of its own, and computes nothing
-        if mode is not self._below and not isinstance(mode, private.FakeTensorMode):
+        if not isinstance(mode, private.FakeTensorMode):
             self.eagerly(f"{type(mode).__qualname__}, a mode that sees operators, in the step")
         return original(mode)
 

@@ -19,7 +19,7 @@ from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.memory import Memory
-from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, Outside, Place, Source, leaves_by_place
+from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, Outside, Place, Source, leaf_at
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import World
@@ -350,8 +350,8 @@ class StepState:
             return {}
         if self.known_numbers is not None:
             return {place: value for (depth, place), value in self.known_numbers.items() if depth == note.depth}
-        args, kwargs = self.held[note.depth]
-        return {place: value for place, value in leaves_by_place((args, kwargs)) if place in note.free}
+        held = self.held[note.depth]
+        return {place: leaf_at(held, place) for place in note.free}
 
     def settle(self) -> None:
         """Write the step's gradients into ``.grad``."""
