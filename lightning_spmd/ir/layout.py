@@ -10,6 +10,8 @@ Strides of dimensions of size one mean nothing. A tensor without elements has ev
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -53,6 +55,46 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
     for dim in reversed(order):
         strides[dim] = step
         step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(shape: Sequence[int], stride: tuple[int, ...]) -> tuple[int, ...] | None:
+    """What tensors of other sizes that lie alike have in common: the order of dimensions, or strides where they are gaps.
+
+    A part of a larger tensor (``padded[:, :longest]``) keeps the strides of the whole.
+
+    Args:
+        shape: of a tensor.
+        stride: of it.
+
+    Returns:
+        the order of a dense tensor, as :func:`memory_order`; ``stride``, with -1 before it, of one with gaps or
+        overlaps; None of a row-major one.
+    """
+    spec = TensorSpec(tuple(shape), stride, torch.float32, torch.device("cpu"))
+    if not is_dense(spec):
+        return (-1, *stride)
+    order = memory_order(spec)
+    return None if order == tuple(range(len(shape))) else order
+
+
+def strides_as(layout: tuple[int, ...] | None, shape: Sequence[Any]) -> tuple[Any, ...]:
+    """Strides of a tensor of another shape with the layout of :func:`layout_of`; sizes may be symbols.
+
+    A symbol that would make parts of a larger tensor overlap is compared with the strides, which is a condition on it.
+    """
+    if layout is not None and layout[0] == -1:
+        stride = layout[1:]
+        inner = sorted(range(len(shape)), key=lambda d: (stride[d], d))
+        for near, far in itertools.pairwise(inner):
+            if not shape[near] * stride[near] <= stride[far]:
+                break
+        return stride
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(range(len(shape)) if layout is None else layout):
+        strides[dim] = step
+        step = step * shape[dim]
     return tuple(strides)
 
 

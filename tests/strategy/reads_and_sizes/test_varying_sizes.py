@@ -51,6 +51,21 @@ class Tokens(Dataset[dict[str, Tensor]]):
         return {"tokens": torch.randint(0, VOCABULARY, self.sizes[index], generator=generator)}
 
 
+class Truncated(Tokens):
+    """Rows that were padded to one length, up to the longest of the batch: a view with the strides of the whole."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        return {"tokens": F.pad(tokens, (0, LONGEST - tokens.shape[1]))[:, : tokens.shape[1]]}
+
+
+class Turned(Tokens):
+    """The first dimension is the inner one in memory."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": super().__getitem__(index)["tokens"].t().contiguous().t()}
+
+
 class Model(L.LightningModule):
     """An embedding, a body that subclasses choose, and a head."""
 
@@ -124,6 +139,23 @@ class Convolution(Model):
         tokens = batch["tokens"]
         x = F.relu(self.norm(self.convolution(self.table(tokens).transpose(1, 2))))
         return F.cross_entropy(self.head(x.mean(-1)), tokens[:, 0])
+
+
+class Lies(Model):
+    """What torch and Python do depends on how the batch lies in memory."""
+
+    def body(self, x: Tensor) -> Tensor:
+        tokens = self.tokens
+        flat = tokens.view(-1) if tokens.is_contiguous() else tokens.reshape(-1).flip(0)
+        step = tokens.stride(0) if tokens.is_contiguous() else tokens.stride(1)
+        numbers = tokens.to(x.dtype)  # keeps the order of dimensions
+        mixed = numbers @ numbers.t() + numbers.mT.matmul(numbers).sum() + numbers[:, 1:].mul(2).sum() * step
+        return self.linear(x) + mixed.mean() * 1e-4 + self.table(flat).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.tokens = batch["tokens"]
+        self.tokens[:, -1] = 1
+        return super().training_step(batch, batch_idx)
 
 
 class Loop(Model):
@@ -279,24 +311,26 @@ class Record(L.Callback):
         self.seen.append((float(outputs["loss"]), outputs.get("length"), logged))
 
 
-def run(kind: type[Model], strategy: str, sizes: Sequence[tuple[int, int]]) -> tuple[Any, L.Trainer]:
+def run(
+    kind: type[Model], strategy: str, sizes: Sequence[tuple[int, int]], data: type[Tokens] = Tokens
+) -> tuple[Any, L.Trainer]:
     torch.manual_seed(0)
     model, record = kind(), Record()
     trainer = L.Trainer(max_epochs=1, strategy=strategy, devices=1, callbacks=[record], **QUIET)
-    trainer.fit(model, DataLoader(Tokens(sizes), batch_size=None))
+    trainer.fit(model, DataLoader(data(sizes), batch_size=None))
     assert model.ran == len(sizes)
     return (record.seen, [p.detach().clone() for p in model.parameters()]), trainer
 
 
 @functools.cache
-def eager(kind: type[Model], sizes: tuple[tuple[int, int], ...]) -> Any:
-    return run(kind, "auto", sizes)[0]
+def eager(kind: type[Model], sizes: tuple[tuple[int, int], ...], data: type[Tokens] = Tokens) -> Any:
+    return run(kind, "auto", sizes, data)[0]
 
 
-def compare(kind: type[Model], sizes: Sequence[tuple[int, int]]) -> int:
+def compare(kind: type[Model], sizes: Sequence[tuple[int, int]], data: type[Tokens] = Tokens) -> int:
     """Train both ways; the number of graphs that were built."""
-    (seen, weights), trainer = run(kind, "spmd", sizes)
-    its_seen, its_weights = eager(kind, tuple(sizes))
+    (seen, weights), trainer = run(kind, "spmd", sizes, data)
+    its_seen, its_weights = eager(kind, tuple(sizes), data)
     assert seen == its_seen
     assert all(torch.equal(a, b) for a, b in zip(weights, its_weights, strict=True))
     training = trainer.strategy._training  # type: ignore[attr-defined]
@@ -344,6 +378,17 @@ def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
     assert compare(kind, [(4, n) for n in LENGTHS]) <= graphs
 
 
+@pytest.mark.parametrize("data", [Truncated, Turned])
+@pytest.mark.parametrize("kind", [Transformer, Lies])
+def test_batches_that_lie_otherwise_have_one_graph(kind: type[Model], data: type[Tokens]) -> None:
+    assert compare(kind, [(4, n) for n in LENGTHS], data) == (3 if kind is Lies else 2)  # two lengths are one of one there
+
+
+def test_a_batch_is_as_long_as_the_whole_now_and_then() -> None:
+    lengths = (37, 52, LONGEST, 41, LONGEST, 33, 1, 64, LONGEST)
+    assert compare(Lies, [(4, n) for n in lengths], Truncated) == 4
+
+
 def test_a_step_that_wants_the_very_size_has_a_graph_for_each(told: list[str]) -> None:
     lengths = (5, 7, 12, 6)
     assert compare(Loop, [(4, n) for n in lengths]) == len(lengths)
@@ -387,7 +432,24 @@ class Part(Tokens):
         return {name: value[rank * rows : (rank + 1) * rows] for name, value in super().__getitem__(index).items()}
 
 
-def run_on_ranks(kind: type[Model], sizes: Sequence[tuple[int, int]], options: dict[str, Any]) -> tuple[Any, int, int]:
+class TurnedPart(Part):
+    """The same, turned."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": super().__getitem__(index)["tokens"].t().contiguous().t()}
+
+
+class TruncatedPart(Part):
+    """The same, of a longer whole."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        return {"tokens": F.pad(tokens, (0, LONGEST - tokens.shape[1]))[:, : tokens.shape[1]]}
+
+
+def run_on_ranks(
+    kind: type[Model], sizes: Sequence[tuple[int, int]], options: dict[str, Any], data: type[Tokens] = Part
+) -> tuple[Any, int, int]:
     """What a rank saw, the graphs that it built, and those whose end runs inside the next iteration."""
     torch.manual_seed(0)
     model, record = kind(), Record()
@@ -395,7 +457,7 @@ def run_on_ranks(kind: type[Model], sizes: Sequence[tuple[int, int]], options: d
     trainer = L.Trainer(
         max_epochs=1, strategy=strategy, devices=2, callbacks=[record], use_distributed_sampler=False, **QUIET
     )
-    trainer.fit(model, DataLoader(Part(sizes), batch_size=None))
+    trainer.fit(model, DataLoader(data(sizes), batch_size=None))
     assert model.ran == len(sizes)
     run_there = strategy._training.iteration  # type: ignore[union-attr]
     deferred = sum(e.graphs.cleanup is not None for e in run_there.table.executables)
@@ -420,6 +482,15 @@ def test_two_ranks_equal_one_device(
         assert deferred == ("overlap_iterations" in options)
         assert [loss for loss, _, _ in seen] == pytest.approx(list(losses), rel=1e-5)
         assert tuple(length for _, length, _ in seen) == lengths
+
+
+@pytest.mark.parametrize("data", [TruncatedPart, TurnedPart])
+def test_two_ranks_have_batches_that_lie_otherwise(two_ranks: RankPool, data: type[Tokens]) -> None:
+    sizes = tuple((4, n) for n in LENGTHS)
+    losses, *_ = zip(*eager(Arithmetic, sizes)[0], strict=True)
+    for seen, graphs, _ in two_ranks.run(run_on_ranks, Arithmetic, sizes, {}, data):
+        assert graphs == 2
+        assert [loss for loss, _, _ in seen] == pytest.approx(list(losses), rel=1e-5)
 
 
 def validated(strategy: Any, data: Dataset[Any], devices: int) -> tuple[float, int, Any]:

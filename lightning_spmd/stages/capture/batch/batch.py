@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import BatchError
-from lightning_spmd.ir.layout import is_dense
+from lightning_spmd.ir.layout import is_dense, layout_of
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.tree import PLAIN, leaves, map_leaves, structure
 from lightning_spmd.stages.capture.batch.objects import tensors_inside
@@ -121,7 +121,10 @@ class Batch:
             sizes: with the other ones.
         """
         described = tuple(
-            (self._sizes(i) if sizes else self.is_shared(i), t.ndim, t.dtype, t.device, t.requires_grad, _order(t))
+            (
+                *((self._sizes(i), _order(t)) if sizes else (self.is_shared(i), _layout(t))),
+                *(t.ndim, t.dtype, t.device, t.requires_grad),
+            )
             for i, t in zip(self.tensors, self.tensor_values, strict=True)
         )
         return (structure(self.tree), tuple(self.tensors), described)
@@ -262,6 +265,11 @@ def _digest(tensor: Tensor) -> str:
 def _order(tensor: Tensor) -> Any:
     """Strides where they are not the plain ones: kernels depend on them. Plain ones contain the number of rows."""
     return True if tensor.is_contiguous() else tensor.stride()
+
+
+def _layout(tensor: Tensor) -> Any:
+    """What a tensor of other sizes would lie as."""
+    return None if tensor.is_contiguous() else layout_of(tensor.shape, tensor.stride())
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.layout import layout_of
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import CountsOfStep, Dimension
 from lightning_spmd.stages.capture.follow.engine import Begin, Saving
@@ -81,10 +82,7 @@ class Follower:
 
     def tree(self, places: Sequence[Dimension]) -> OpenTree | None:
         """The tree of steps with batches like the given tensors but for these sizes; None if each size has its own."""
-        tensors = [self.given[position] for position, _ in places]
-        if not places or not all(t.is_contiguous() or not any(t.stride()) for t in tensors):
-            return None
-        if self._key() in self._roots:  # from before sizes were seen to vary
+        if not places or self._key() in self._roots:  # from before sizes were seen to vary
             return None
         key = tuple(places), _kind_of_batch(places, self._key())
         found = self._trees.setdefault(key, OpenTree(places, self.moulds))
@@ -172,5 +170,5 @@ def _kind_of_batch(places: Sequence[Dimension], tensors: Sequence[Any]) -> Any:
     for position, (shape, stride, *rest) in enumerate(tensors):
         dims = {dim for at, dim in places if at == position}
         closed = tuple([None if dim in dims else size for dim, size in enumerate(shape)])
-        found.append((closed, None if dims else stride, *rest))
+        found.append((closed, layout_of(shape, stride) if dims else stride, *rest))
     return tuple(found)

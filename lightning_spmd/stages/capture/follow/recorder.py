@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.aliasing import written_values
+from lightning_spmd.ir.layout import layout_of, strides_as
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.follow import placeholders
@@ -101,7 +102,10 @@ class Recording:
             return twin_of(live, self.mode)
         # the tensor may be met first where the user's inference mode is on
         with private.disable_dispatch_modes(), self.mode, torch.inference_mode(live.is_inference()):
-            return torch.empty(shape, dtype=live.dtype, device=live.device).requires_grad_(live.requires_grad)
+            # what stands for the batch of all ranks has no layout
+            layout = None if position in self._step.stand_ins else layout_of(live.shape, live.stride())
+            fake = torch.empty_strided(shape, strides_as(layout, shape), dtype=live.dtype, device=live.device)
+            return fake.requires_grad_(live.requires_grad)
 
     def unmet(self, source: Source) -> None:
         """A tensor from outside has not been met."""

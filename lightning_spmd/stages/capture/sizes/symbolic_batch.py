@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.layout import layout_of, strides_as
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.user_code import user_location
@@ -32,15 +33,12 @@ class OtherSizes:
         return private.FakeTensorMode(allow_non_fake_inputs=True)
 
     def spec(self, position: int, spec: TensorSpec) -> TensorSpec:
-        """The spec of a tensor leaf, which lies plainly in memory."""
+        """The spec of a tensor leaf, which lies in memory as it does with its own sizes."""
         if not any(place[0] == position for place in self.sizes):
             return spec
         shape = tuple(self._size((position, dim), size) for dim, size in enumerate(spec.shape))
-        strides, step = list[Any](), 1
-        for size in reversed(shape):
-            strides.insert(0, step)
-            step = step * size
-        return TensorSpec(shape, tuple(strides), spec.dtype, spec.device)
+        strides = strides_as(layout_of(spec.shape, spec.stride), shape)
+        return TensorSpec(shape, strides, spec.dtype, spec.device)
 
     def _size(self, place: Dimension, size: int) -> Any:
         return self.sizes.get(place, size)
