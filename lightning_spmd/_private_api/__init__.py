@@ -158,7 +158,6 @@ from lightning_spmd._private_api.symbolic_sizes import (
     RESIZES,
     SymbolicSizes,
     is_symbol,
-    seen_value,
     symbols_as_numbers,
 )
 from lightning_spmd._private_api.torch_names import (

@@ -24,49 +24,35 @@ _SYMBOLS = frozenset({torch.SymInt, torch.SymFloat, torch.SymBool})
 
 
 class _Watched(ShapeEnv):
-    """A ShapeEnv that remembers where a symbol was taken for the number that it is in this trace."""
+    """A ShapeEnv that remembers which symbols were taken for the numbers that they are in this trace."""
 
-    def __init__(self, where: Callable[[], str]) -> None:
+    def __init__(self) -> None:
         super().__init__(duck_shape=False)
-        self.where = where
-        self.fixed_at: dict[Any, str] = {}
+        self.fixed = set[Any]()
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if tgt.is_number:
-            self.fixed_at.setdefault(a, self.where())
+            self.fixed.add(a)
         super()._set_replacement(a, tgt, msg)
 
 
 class SymbolicSizes:
-    """Symbols for sizes, and what a trace made of them.
+    """Symbols for sizes, and what a trace made of them."""
 
-    Args:
-        where: gives the user's line that runs now.
-    """
-
-    def __init__(self, where: Callable[[], str]) -> None:
-        self.env = _Watched(where)
-        self._made: list[torch.SymInt] = []
+    def __init__(self) -> None:
+        self.env = _Watched()
         self._symbols: list[Any] = []
 
     def symbol(self, value: int) -> torch.SymInt:
         """The next symbol, of a size that has this value now (2 at least)."""
-        source = ConstantSource(f"size{len(self._made)}")
+        source = ConstantSource(f"size{len(self._symbols)}")
         symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
         # torch's indexing leaves out a whole slice (the first index of ``x[:, None]``) only if it knows that no size is
         # greater than the end of ``:``, which is the largest integer
         self.env.constrain_symbol_range(symbol, compiler_min=2, compiler_max=_LARGEST)
         made: Any = self.env.create_symintnode(symbol, hint=value, source=source)
-        self._made.append(made)
         self._symbols.append(symbol)
         return made
-
-    def conditions(self) -> str:
-        """For which sizes everything decided so far is decided alike: Python, of ``s0``, ``s1``, ... in their order."""
-        code = self.env.produce_guards_expression(self._made) or "True"
-        for i in range(len(self._made)):
-            code = code.replace(f"L['t{i}']", f"s{i}")
-        return code
 
     def decided(self, before: int) -> list[tuple[str, set[int]]]:
         """What has been decided behind so many decisions: Python of ``s0``, ``s1``, ..., with the numbers of these."""
@@ -85,9 +71,9 @@ class SymbolicSizes:
         """How many decisions were made so far."""
         return len(self.env.guards)
 
-    def fixed(self) -> dict[int, str]:
-        """The symbols whose very number was wanted, each with the line that did."""
-        return {i: self.env.fixed_at[s] for i, s in enumerate(self._symbols) if s in self.env.fixed_at}
+    def fixed(self) -> list[int]:
+        """The symbols whose very number was wanted, by their own."""
+        return [i for i, symbol in enumerate(self._symbols) if symbol in self.env.fixed]
 
     def code(self, value: Any) -> str | None:
         """A number that follows from symbols as Python of ``s0``, ``s1``, ...; None for a constant.
@@ -109,11 +95,6 @@ class SymbolicSizes:
 def is_symbol(value: Any) -> bool:
     """Whether a number of a program is one that follows from symbols of a :class:`SymbolicSizes`."""
     return type(value) in _SYMBOLS and type(value.node) is SymNode
-
-
-def seen_value(value: Any) -> Any:
-    """What such a number is in this trace."""
-    return value.node.require_hint() if hasattr(value.node, "require_hint") else value.node.hint
 
 
 def _of_size(operator: Any) -> Callable[..., Any]:

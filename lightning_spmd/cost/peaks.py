@@ -6,13 +6,15 @@ import functools
 import re
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from lightning_spmd.cost.hardware import DEVICES
 from lightning_spmd.cost.operators import work_of
+from lightning_spmd.ir.sizes import Formula
 from lightning_spmd.ir.steps import CapturedStep
+from lightning_spmd.ir.unify import Apart, Fits
 
 # As drivers name the devices of the table. Others of the same name (H100 PCIe, H200 NVL) reach less.
 _KNOWN = {
@@ -63,8 +65,37 @@ def _measured(dtype: torch.dtype, _threads: int) -> float:
 def products_of(step: CapturedStep) -> Mapping[torch.dtype, float]:
     """Floating-point operations of a step's products by the dtype of their operands, as one device would do them."""
     found: dict[torch.dtype, float] = {}
-    for node in step.graph_module.graph.nodes:
-        work = work_of(node)
-        if work.flops:
-            found[work.dtype] = found.get(work.dtype, 0.0) + work.flops
+    for dtype, flops in _products(step):
+        found[dtype] = found.get(dtype, 0.0) + flops
     return found
+
+
+def products_for_all(
+    steps: Sequence[CapturedStep], fits: Fits
+) -> Callable[[Sequence[int]], Mapping[torch.dtype, float]] | None:
+    """The same of a step that was captured for several counts, for others; None if they do not follow from counts.
+
+    Args:
+        steps: it, for each of the samples.
+        fits: finds formulas of these.
+    """
+    found: list[tuple[torch.dtype, Formula | int]] = []
+    for each in zip(*map(_products, steps), strict=True):
+        values = tuple(int(flops) for _, flops in each)
+        try:
+            found.append((each[0][0], values[0] if len(set(values)) == 1 else fits.formula(values)))
+        except Apart:
+            return None
+
+    def products(counts: Sequence[int]) -> Mapping[torch.dtype, float]:
+        total: dict[torch.dtype, float] = {}
+        for dtype, flops in found:
+            total[dtype] = total.get(dtype, 0.0) + (flops.at(counts) if isinstance(flops, Formula) else flops)
+        return total
+
+    return products
+
+
+def _products(step: CapturedStep) -> list[tuple[torch.dtype, float]]:
+    works = map(work_of, step.graph_module.graph.nodes)
+    return [(work.dtype, work.flops) for work in works if work.flops]

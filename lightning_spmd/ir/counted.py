@@ -16,7 +16,6 @@ from fractions import Fraction
 from typing import Any
 
 from torch import fx
-from typing_extensions import override
 
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import HandOver
@@ -359,7 +358,7 @@ class CountFits(Fits):
     """
 
     def __init__(self, counts: Counts, samples: Sequence[tuple[int, ...]]) -> None:
-        super().__init__(counts, samples, (), ())
+        super().__init__(counts, samples, self._of_whole_numbers)
         self._columns = list(zip(*samples, strict=True))
         self._sums: dict[tuple[Fraction, ...], tuple[int, int]] | None = None
         self._learned: dict[tuple[int, ...], Formula] = {}
@@ -368,9 +367,7 @@ class CountFits(Fits):
         """Know a formula that may be of another kind than those that are looked for."""
         self._learned.setdefault(tuple(formula.at(sample) for sample in self.samples), formula)
 
-    @override
-    def search(self, values: tuple[int, ...]) -> Formula | str:
-        """The formula of a whole number, or why there is none."""
+    def _of_whole_numbers(self, values: tuple[int, ...]) -> Formula | str:
         found = self._learned.get(values) or self._of_one(values) or self._of_a_sum(values) or self._of_two(values)
         return found or f"no formula of the counts gives {values}"
 
@@ -392,6 +389,11 @@ class CountFits(Fits):
             found = _linear(values, product, f"{code} * {its}")
             if found is not None:
                 return found[0]
+        for i, column in enumerate(self._columns):  # pairs of rows
+            for added in (1, -1):
+                product = tuple(n * (n + added) for n in column)
+                if (found := _linear(values, product, f"s{i} * (s{i} + {added})")) is not None:
+                    return found[0]
         return None
 
     def _of_a_sum(self, values: tuple[int, ...]) -> Formula | None:

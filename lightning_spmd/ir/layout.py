@@ -60,7 +60,7 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
 
 @functools.lru_cache(maxsize=4096)
 def layout_of(shape: Sequence[int], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What tensors of other sizes that lie alike have in common: the order of dimensions, or strides where they are gaps.
+    """What tensors of other sizes that lie alike have in common: the order of dimensions, or strides with gaps.
 
     A part of a larger tensor (``padded[:, :longest]``) keeps the strides of the whole.
 

@@ -138,35 +138,18 @@ class Sizes:
 
     Args:
         places: positions of the open sizes in the batch.
-        condition: Python of ``s0``, ``s1``, ...: whether the graph is valid for these sizes.
         more: how many numbers formulas may have beside these.
     """
 
-    def __init__(self, places: Sequence[Dimension], condition: str, more: int = 0) -> None:
+    def __init__(self, places: Sequence[Dimension], more: int = 0) -> None:
         self.places = tuple(places)
-        self.condition = condition
         self._names = ", ".join(f"s{i}" for i in range(len(self.places) + more))
         self._functions: dict[str, Callable[..., Any]] = {}
-        self._known: OrderedDict[tuple[int, ...], bool] = OrderedDict()
         self._values: tuple[int, ...] = ()
 
     def of(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The open sizes of a batch, given its tensor leaves."""
         return tuple([tensors[position].shape[dim] for position, dim in self.places])
-
-    def hold(self, values: tuple[int, ...]) -> bool:
-        """Whether the graph is right for batches of these sizes."""
-        known = self._known.get(values)
-        if known is None:
-            known = self._known[values] = bool(Formula(self.condition).at(values))
-            _bounded(self._known)
-        return known
-
-    def restrict(self, samples: Sequence[tuple[int, ...]]) -> None:
-        """From now on the graph is right only for sizes between the least and the greatest of some batches'."""
-        bounds = [f"{min(column)} <= s{i} <= {max(column)}" for i, column in enumerate(zip(*samples, strict=True))]
-        self.condition = " and ".join([f"({self.condition})", *bounds])
-        self._known.clear()
 
     def evaluate(self, formula: Formula, values: Sequence[int]) -> Any:
         """A number for these sizes."""
@@ -220,7 +203,7 @@ class Counts(Sizes):
 
     def __init__(self, number: int, *, by_rank: bool = False, places: Sequence[Dimension] = ()) -> None:
         total = 2 * number if by_rank else number
-        super().__init__(places, "True", total - len(places))
+        super().__init__(places, total - len(places))
         self.length, self.are_apart = number, False
         self.current = [0] * total
 
@@ -238,11 +221,6 @@ class Counts(Sizes):
         """A step begins, of which the batch is known."""
         self.put(0, self.of(tensors))
 
-    @override
-    def hold(self, values: tuple[int, ...]) -> bool:
-        """Whether the graph is right for such a batch: whatever takes its path."""
-        return True
-
     @property
     @override
     def values(self) -> tuple[int, ...]:
@@ -258,7 +236,7 @@ class CountsOfStep(Sizes):
     """
 
     def __init__(self) -> None:
-        super().__init__((), "True")
+        super().__init__(())
         self.told: Sequence[int] = ()
 
     @override

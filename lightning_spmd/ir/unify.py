@@ -3,15 +3,14 @@
 """One graph of several that were made for batches of different sizes: what differs becomes a formula of the sizes.
 
 What makes final graphs works on integers. So it is run for a few sizes of the batch; where the graphs are the same node
-for node, a number that is not the same in all of them must be a formula of the captured step, or a fraction or multiple
-of one. A number for which there is none, or more than one, means that the graphs have no common form.
+for node, a number that is not the same in all of them must be a formula of the sizes. A number for which there is none
+means that the graphs have no common form.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from types import FunctionType
 from typing import Any
 
@@ -56,18 +55,21 @@ def joined(steps: Sequence[ShardedStep], fits: Fits) -> ShardedStep:
 
 
 class Fits:
-    """Finds the formula of a number, given its value in each sample."""
+    """Finds the formula of a number, given its value in each sample.
+
+    Args:
+        sizes: on which it depends.
+        samples: these, with which the graphs were made.
+        search: finds that of a whole number, or why there is none.
+    """
 
     def __init__(
         self,
         sizes: Sizes,
         samples: Sequence[tuple[int, ...]],
-        formulas: Sequence[Formula],
-        others: Sequence[tuple[int, ...]],
+        search: Callable[[tuple[int, ...]], Formula | str],
     ) -> None:
-        self.sizes, self.samples, self._others = sizes, samples, others
-        known = {f: tuple(sizes.evaluate(f, s) for s in samples) for f in formulas}
-        self._integers = {f: v for f, v in known.items() if all(type(n) is int for n in v) and len(set(v)) > 1}
+        self.sizes, self.samples, self._of_integers = sizes, samples, search
         self._found: dict[tuple[Any, ...], Formula | str] = {}
 
     def agrees(self, formula: Formula, values: Sequence[Any]) -> bool:
@@ -78,7 +80,7 @@ class Fits:
         """The one that gives these values.
 
         Raises:
-            Apart: there is none, or more than one.
+            Apart: there is none.
         """
         if values not in self._found:
             self._found[values] = self._search(values)
@@ -88,27 +90,7 @@ class Fits:
         return found
 
     def _search(self, values: tuple[Any, ...]) -> Formula | str:
-        if not all(type(v) is int for v in values):
-            return self._of_a_count(values)
-        return self.search(values)
-
-    def search(self, values: tuple[int, ...]) -> Formula | str:
-        """The formula of a whole number, or why there is none."""
-        fits: list[Formula] = []
-        for formula, known in self._integers.items():
-            if 0 in known:
-                continue
-            ratios = {Fraction(v, k) for v, k in zip(values, known, strict=True)}
-            if len(ratios) == 1:
-                ratio = ratios.pop()
-                fits.append(Formula(formula.code, (ratio.numerator, ratio.denominator)))
-        if not fits:
-            return f"no formula of the sizes gives {shown(values)}"
-        fits.sort(key=lambda f: (f.factor != (1, 1), f.factor[1], len(f.code), f.code))
-        tables = [[self._exactly(formula, other) for other in self._others] for formula in fits]
-        if any(None in table or table != tables[0] for table in tables):
-            return f"more than one formula of the sizes gives {shown(values)}"
-        return fits[0]
+        return self._of_integers(values) if all(type(v) is int for v in values) else self._of_a_count(values)
 
     def _of_a_count(self, values: tuple[Any, ...]) -> Formula | str:
         """The formula of a float: those of means and variances, and of their gradients."""
@@ -123,12 +105,6 @@ class Fits:
                     return Formula(shape.format(found))
                 reason = found
         return reason
-
-    def _exactly(self, formula: Formula, values: tuple[int, ...]) -> int | None:
-        """Its value; None if it is no whole number."""
-        above, below = formula.factor
-        whole, rest = divmod(self.sizes.evaluate(Formula(formula.code), values) * above, below)
-        return None if rest else whole
 
 
 class _Unification:

@@ -96,7 +96,7 @@ class FollowedTrace:
     def __init__(self, request: CaptureRequest, program: Program) -> None:
         self.request = request
         self.program = program
-        self.fake_mode = request.sizes.begin()
+        self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
         self.outputs = Outputs(self.recorder)
@@ -106,8 +106,8 @@ class FollowedTrace:
         self.own: OwnBatch | None = None
         self._values = Values(self._fake, Engine(self._on_thread))
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
-        if request.sizes.sizes or program.counts is not None:
-            numbers = request.sizes.numbers if program.counts is None else program.at or program.live.counts
+        if program.counts is not None:
+            numbers = program.at or program.live.counts
             self._values.number = lambda leaf: with_sizes(leaf, numbers)
         self.by_hand: InGraph | None = None
         self._values.world = InGraph(self.recorder)

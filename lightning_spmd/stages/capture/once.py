@@ -152,7 +152,7 @@ class FollowedOnce:
             source,
             frozenset(step.numbers),
             Live(step.outside, step.numbers),
-            for_all_sizes=step.tree is not None and step.tree.is_for_all(step.notes, step.path),
+            for_all_sizes=step.tree is not None and step.tree.is_for_all(step.path),
             why_not=None if step.tree is None else step.tree.why_not,
             added=tuple(step.added),
         )

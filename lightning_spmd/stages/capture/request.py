@@ -14,7 +14,7 @@ from lightning_spmd.ir.steps import Variant
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.optimizer.bf16_updates import Updates
-from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
+from lightning_spmd.stages.capture.sizes.other_sizes import OtherSizes
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ class CaptureRequest:
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         """A context that is entered while tracing."""
-        with self.tracing_context(), self.sizes.active():
+        with self.tracing_context():
             yield

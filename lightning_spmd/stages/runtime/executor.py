@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.reads import ReadMiss, checks_of
 from lightning_spmd.ir.signature import InputRole, OutputRole
 from lightning_spmd.ir.sizes import Sizes
@@ -135,11 +135,10 @@ class Executable:
         lower: turns the final graphs into callables.
         on_repairs: as of :class:`FirstRun`.
         asks: whether graphs of several ranks can ask a question after they have begun.
-        sizes: those of batches that the graphs leave open; None if they serve one batch size.
+        sizes: the counts that the graphs leave open, those of batches first; None if they serve one batch size.
 
     Attributes:
-        family: the captured steps for all sizes of batches, where they are known.
-        not_general: why graphs for more than one batch size could not be made.
+        products: floating-point operations of products by dtype, for some counts; None where that is not known.
     """
 
     def __init__(
@@ -157,8 +156,7 @@ class Executable:
     ) -> None:
         self.captured = captured
         self.sizes = sizes
-        self.not_general: str | None = None
-        self.family: Family | None = None
+        self.products: Callable[[Sequence[int]], Mapping[torch.dtype, float]] | None = None
         self.graphs = graphs
         self.state = state
         self._follow = follow
@@ -183,12 +181,6 @@ class Executable:
     def looked_at(self, batch: Sequence[Tensor]) -> LiveInputs:
         """The same, each read when it is asked for: guards ask for few."""
         return self._main.looked_at(batch)
-
-    def refuses(self, batch: Sequence[Tensor]) -> str | None:
-        """Why a batch has sizes that the graphs do not do for, or None."""
-        if self.sizes is None or self.sizes.hold(values := self.sizes.of(batch)):
-            return None
-        return f"sizes {', '.join(map(str, values))} of a batch are treated otherwise than those before"
 
     def can_follow(self, pending: Pending) -> bool:
         """Whether a run can take over the deferred work of another iteration."""

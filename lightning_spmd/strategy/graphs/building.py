@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_spmd.cost.peaks import products_for_all
 from lightning_spmd.errors import (
     CaptureError,
     ConfigurationError,
@@ -20,10 +22,9 @@ from lightning_spmd.errors import (
     portable,
 )
 from lightning_spmd.ir.counted import CountFits, for_all_counts
-from lightning_spmd.ir.family import Family
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.several_optimizers import parts_of
-from lightning_spmd.ir.sizes import Sizes, has_sizes
+from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
@@ -35,8 +36,7 @@ from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
 from lightning_spmd.stages.capture.record.packing import OF_OPTIMIZER_ALONE, parameter_names
 from lightning_spmd.stages.capture.request import CaptureRequest, UpdateRequest
-from lightning_spmd.stages.capture.sizes.symbolic_batch import OtherSizes
-from lightning_spmd.stages.capture.sizes.symbolic_family import NotGeneral
+from lightning_spmd.stages.capture.sizes.other_sizes import OtherSizes
 from lightning_spmd.stages.phases import follow
 from lightning_spmd.stages.phases.early_reads import gather_reads
 from lightning_spmd.stages.phases.pause import pausing
@@ -50,7 +50,6 @@ from lightning_spmd.stages.runtime.trial_runs.profile import agree
 from lightning_spmd.strategy.checkpoints.state_dicts import placements_of_state
 from lightning_spmd.strategy.graphs.first_step import with_state
 from lightning_spmd.strategy.graphs.live_inputs import live_state, options_of
-from lightning_spmd.strategy.graphs.one_for_all_sizes import as_all_ranks, generalized
 from lightning_spmd.strategy.graphs.run_context import BuildEvent, RunContext, StepRequest
 from lightning_spmd.strategy.notices.builds import BuildNotices
 from lightning_spmd.strategy.ranks.backends import check_collectives
@@ -60,12 +59,8 @@ from lightning_spmd.strategy.state.wide_state import widen_state
 from lightning_spmd.strategy.steps.beginnings import Beginning
 from lightning_spmd.strategy.steps.pieces import Pieces
 
-
-def samples_of(request: StepRequest) -> Sequence[tuple[int, ...]]:
-    """The sample counts for which a step's graphs are made; none if the step has no data-dependent sizes."""
-    return () if request.program is None else request.program.samples
-
-
+Products = Callable[[Sequence[int]], Mapping[torch.dtype, float]]
+"""Floating-point operations by dtype, for some counts."""
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
 
@@ -152,10 +147,6 @@ class GraphBuilder:
                 executable = self._capture_and_build(request, split, tell)
         except SPMDError as error:
             problem = error
-        if request.vary:
-            closed = dataclasses.replace(request, vary={})
-            anew = functools.partial(self._capture_and_build, closed, split, tell)
-            executable, problem = as_all_ranks(executable, problem, anew, control)
         try:
             self._agree(executable, problem, tell)
         except OtherGradients as other:
@@ -256,6 +247,9 @@ class GraphBuilder:
     def _capture_and_build(self, request: StepRequest, split: tuple[int, ...], tell: Tell) -> Executable:
         context = self._context
         program = request.program
+        is_for_each = context.options.lowering != "none" or self._last_lowering is not as_python
+        if is_for_each and request.vary and program is not None and program.has_sizes_alone:
+            raise NoCommonGraphError("compiled regions and CUDA graphs are made for each size")
         if program is not None and program.samples:
             request = dataclasses.replace(request, program=dataclasses.replace(program, at=program.samples[0]))
         if context.optimizer is not None:
@@ -271,7 +265,11 @@ class GraphBuilder:
             on_result=lambda stage, step: self._dump(stage, step.graph_module, step.signature),
             on_fallback=self._notices.of_fallback,
         )
-        graphs, sizes, family, not_general = self._graphs(captured, request, split, maker)
+        products = None
+        if samples := () if program is None else program.samples:
+            graphs, products = self._for_all_counts(captured, request, split, maker, samples)
+        else:
+            graphs = maker.make(captured)
         if context.mesh is None:
             gather_reads(graphs.main.graph_module.graph)
         if whole := state.misplaced(graphs.main, parts=False):
@@ -297,7 +295,7 @@ class GraphBuilder:
         if not graphs.deferrable:
             self._notices.of_overlap(captured, graphs)
         finish_graphs = functools.partial(self._finish, captured, self.captures) if graphs.deferrable else None
-        last = as_python if samples_of(request) else self._last_lowering
+        last = as_python if samples else self._last_lowering
         executable = (functools.partial(PausingExecutable, pausing) if captured.variant.pauses else Executable)(
             captured,
             graphs,
@@ -305,15 +303,15 @@ class GraphBuilder:
             finish_graphs,
             functools.partial(self._follow, captured),
             lowering(
-                "none" if captured.variant.own_batch or samples_of(request) else context.options.lowering,
+                "none" if captured.variant.own_batch or samples else context.options.lowering,
                 context.lowering_context(captured.variant.method, self._dump_of(self.captures)),
                 context.settings.waits.timing(last, str(captured.variant)),
             ),
             on_repairs=self._notices.of_repairs,
             asks=self._last_lowering is as_python,
-            sizes=sizes,
+            sizes=program.counts if samples and program is not None else None,
         )
-        executable.family, executable.not_general = family, not_general
+        executable.products = products
         if context.mesh is not None:
             values = executable.inputs(() if request.batch is None else request.batch.tensor_values)
             check_used(graphs.main.signature.inputs, values, context.module)
@@ -336,29 +334,6 @@ class GraphBuilder:
                 self._notices.once("the optimizer's state has no float32 masters: they begin as the bfloat16 weights")
             lay_out_state(part, self.state_mesh)
 
-    def _graphs(
-        self,
-        captured: CapturedStep,
-        request: StepRequest,
-        split: tuple[int, ...],
-        maker: GraphMaker,
-    ) -> tuple[IterationGraphs, Sizes | None, Family | None, str | None]:
-        """The graphs of a step, for all sizes if they vary and that can be; if it cannot, why."""
-        if samples := samples_of(request):
-            sizes = request.program.counts if request.vary and request.program is not None else None
-            return self._for_all_counts(captured, request, split, maker, samples), sizes, None, None
-        if not request.vary:
-            return maker.make(captured), None, None, None
-        try:
-            if self._context.options.lowering != "none" or self._last_lowering is not as_python:
-                raise NotGeneral("compiled regions and CUDA graphs are made for each size")
-            if captured.variant.pauses:
-                raise NotGeneral("hooks look at gradients in the middle of the iteration")
-            graphs, family = generalized(captured, self._capture_request(request, split), request.vary, maker.make)
-        except NotGeneral as reason:
-            return maker.make(captured), None, None, str(reason)
-        return graphs, family.sizes, family, None
-
     def _for_all_counts(
         self,
         captured: CapturedStep,
@@ -366,8 +341,8 @@ class GraphBuilder:
         split: tuple[int, ...],
         maker: GraphMaker,
         samples: Sequence[tuple[int, ...]],
-    ) -> IterationGraphs:
-        """The graphs of a step with results that are as large as the data say.
+    ) -> tuple[IterationGraphs, Products | None]:
+        """The graphs of a step for all counts, and what products they take.
 
         Args:
             captured: the step with the first of some counts.
@@ -398,7 +373,7 @@ class GraphBuilder:
             main = for_all_counts([g.main for g in graphs], fits)
         except Apart as error:
             raise NoCommonGraphError(f"there is no graph for all sizes that the data say: {error}") from None
-        return dataclasses.replace(graphs[0], main=main)
+        return dataclasses.replace(graphs[0], main=main), products_for_all(steps, fits)
 
     def _captured(self, request: CaptureRequest) -> CapturedStep:
         """The graph of a step; the optimizer has the state that its first step would create."""

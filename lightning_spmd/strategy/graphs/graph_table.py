@@ -93,9 +93,7 @@ class GraphTable:
         reason: str | None = None
         for index in reversed(self._indices.get(key, ())):
             executable = self._executables[index]
-            failure = executable.refuses(tensors) or executable.captured.guards.failure(
-                functools.partial(executable.looked_at, tensors)
-            )
+            failure = executable.captured.guards.failure(functools.partial(executable.looked_at, tensors))
             if failure is None:
                 return index, None
             reason = reason or failure
@@ -109,17 +107,11 @@ class GraphTable:
         self.open.note(batch)
         if request.program is not None and not request.program.for_all_sizes:
             return found
-        vary = self.open.wanted(batch, self.step_key(request))
+        vary = self.open.wanted(batch)
         if not vary:
             return found
         key = _of_path((*self.step_key(request), *self.open.key(batch, found.split)), request)
         return dataclasses.replace(found, key=key, vary=vary)
-
-    def closed(self, found: Found, request: StepRequest, batch: Batch) -> tuple[Found, bool]:
-        """The search result for a graph with fixed sizes, and whether later graphs of the step have fixed sizes too."""
-        step = self.step_key(request)
-        key = _of_path((*step, batch.cache_key(), found.split), request)
-        return dataclasses.replace(found, key=key, vary={}), self.open.refuse(batch, step)
 
     def step_key(self, request: StepRequest) -> tuple[Any, ...]:
         """The key of what a graph depends on besides the batch. It is the same on all ranks that do the same."""

@@ -14,9 +14,6 @@ from lightning_spmd.stages.capture.batch.batch import Batch
 
 _KEPT = 4
 """Batches of each kind whose sizes are kept, for messages and to see what varies."""
-_ATTEMPTS = 2
-"""A step that has no graph for all sizes is asked so often; two batches may have sizes with something in common."""
-
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -27,12 +24,10 @@ class _Kind:
     Args:
         seen: sizes of some of them.
         patterns: the sets of sizes that were found to vary, each with those before.
-        refused: how often a step had no graph for all sizes, by step.
     """
 
     seen: list[Shapes] = field(default_factory=list[Shapes])
     patterns: list[frozenset[Dimension]] = field(default_factory=list[frozenset[Dimension]])
-    refused: dict[Any, int] = field(default_factory=dict[Any, int])
 
 
 class OpenSizes:
@@ -74,11 +69,11 @@ class OpenSizes:
             kind.patterns.append(known | vary)
         kind.seen = [*kind.seen[-_KEPT + 1 :], shapes]
 
-    def wanted(self, batch: Batch, step: Any) -> dict[Dimension, int]:
-        """The sizes that the graph of a step should leave open, with their values in this batch."""
+    def wanted(self, batch: Batch) -> dict[Dimension, int]:
+        """The sizes that graphs should leave open, with their values in this batch."""
         name, shapes = self._look(batch)
         kind = self._kinds.get(name)
-        if kind is None or not kind.patterns or kind.refused.get(step, 0) >= _ATTEMPTS:
+        if kind is None or not kind.patterns:
             return {}
         return {(p, d): shapes[p][d] for p, d in sorted(_open(kind.patterns[-1], shapes))}
 
@@ -86,12 +81,6 @@ class OpenSizes:
         """The key of a graph that leaves all wanted sizes open."""
         name, shapes = self._look(batch)
         return self._key(name, shapes, self._kinds[name].patterns[-1], split)
-
-    def refuse(self, batch: Batch, step: Any) -> bool:
-        """Note that a step has no graph for all sizes. Returns whether that is final."""
-        kind = self._kinds[self._look(batch)[0]]
-        kind.refused[step] = kind.refused.get(step, 0) + 1
-        return kind.refused[step] == _ATTEMPTS
 
     def describe(self, batch: Batch, places: Mapping[Dimension, int]) -> str:
         """Name the sizes that vary, with some of their values."""

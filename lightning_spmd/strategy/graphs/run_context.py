@@ -61,9 +61,9 @@ class Ran:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Those sizes of its batch that the graph leaves open, until the next one runs."""
+        """The counts that its graph leaves open, until the next one runs."""
         sizes = None if self.executable is None else self.executable.sizes
-        return () if sizes is None else sizes.values[: len(sizes.places)]
+        return () if sizes is None else sizes.values
 
 
 @dataclass(frozen=True)

@@ -245,14 +245,16 @@ class _Run:
             return None
         key = id(executable), sizes
         if key not in self._flops:
-            family = executable.family
-            if family is None and executable.sizes is not None:
+            if executable.sizes is None:
+                products = products_of(executable.captured)
+            elif executable.products is not None:
+                products = executable.products(sizes)
+            else:
                 return None
-            step = executable.captured if family is None else family.at(sizes)
             # a graph of this rank's own batch is computed by this rank alone
             ranks = 1 if executable.captured.own_batch is not None else self._trainer.world_size
             seconds: float | None = 0.0
-            for dtype, flops in products_of(step).items():
+            for dtype, flops in products.items():
                 peak = known_peak(self._device, dtype) if self._peak_flops is None else self._peak_flops
                 seconds = None if peak is None or seconds is None else seconds + flops / (peak * ranks)
             self._flops[key] = executable, seconds  # which keeps it alive, and so its id its own

@@ -127,7 +127,7 @@ class EvaluationSteps(TrainingIteration):
             part = self.table.step_key(request)
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
             self.table.open.note(batch)
-            vary = tuple(self.table.open.wanted(batch, part))
+            vary = tuple(self.table.open.wanted(batch))
             meeting = self._meeting(request)
             pieces = self._pieces_of(request, meeting)
             beginning = functools.partial(self._run_beginning, request, pieces)

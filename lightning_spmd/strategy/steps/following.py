@@ -255,14 +255,13 @@ class Likely:
             return False
         sizes = self.executable.sizes
         vary = () if sizes is None else sizes.places
-        alike = all(
+        return all(
             len(tensor.shape) == len(shape)
             and all(
                 mine == its or (i, d) in vary for d, (mine, its) in enumerate(zip(tensor.shape, shape, strict=True))
             )
             for i, (tensor, shape) in enumerate(zip(tensors, self.shapes, strict=True))
         )
-        return alike and self.executable.refuses(tensors) is None
 
 
 class _Talk:
@@ -784,7 +783,7 @@ class Following:
         all_wants.update(dict.fromkeys(wants))
         self._live.outside, self._live.numbers, self._live.counts = step.outside, step.numbers, step.counts
         tree = step.tree
-        for_all = tree is not None and tree.is_for_all(step.notes, step.path)
+        for_all = tree is not None and tree.is_for_all(step.path)
         why_not = None if tree is None else tree.why_not
         program = Program(
             step.notes,
@@ -800,8 +799,8 @@ class Following:
         )
         if step.has_counts:
             counts, samples = self._counts_of_path(step, for_all=for_all, in_parts=in_parts)
-            at = None if samples else tuple(step.counts)
-            program = dataclasses.replace(program, counts=counts, samples=samples, at=at)
+            at, for_all = None if samples else tuple(step.counts), for_all and bool(samples)
+            program = dataclasses.replace(program, counts=counts, samples=samples, at=at, for_all_sizes=for_all)
         return program
 
     def _counts_of_path(self, step: Step, *, for_all: bool, in_parts: bool) -> tuple[Counts, list[tuple[int, ...]]]:
@@ -813,10 +812,10 @@ class Following:
             places = step.tree.sizes.places if step.tree is not None and for_all else ()
             counts = Counts(number, by_rank=in_parts, places=places)
             counts.put(0, sizes)
-            try:
-                samples = samples_of_path(step.notes, number, {} if for_all else dict(enumerate(sizes)))[:GRAPHS]
-            except Apart:
-                samples = []
+            samples = list[tuple[int, ...]]()
+            if for_all or (number > len(sizes) and all(note.is_fitted for note in step.notes)):
+                with contextlib.suppress(Apart):
+                    samples = samples_of_path(step.notes, number, {} if for_all else dict(enumerate(sizes)))[:GRAPHS]
             self._counts[key] = counts, with_parts(samples) if in_parts and samples else samples
         counts, samples = self._counts[key]
         return counts, [] if counts.are_apart else samples

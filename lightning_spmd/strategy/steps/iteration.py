@@ -183,7 +183,7 @@ class TrainingIteration:
             beginning = functools.partial(self._run_beginning, request, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.streams:
                 try:
-                    vary = () if own else tuple(self.table.open.wanted(batch, part))
+                    vary = () if own else tuple(self.table.open.wanted(batch))
                     followed = following.step(batch, arguments, variant.method, part, meeting, beginning, vary)
                     pieces.end()
                     if followed.program is None:
@@ -555,17 +555,22 @@ class TrainingIteration:
             tell(f"strategy='spmd' builds another graph: {found.reason}")
         self.flush()
         found = table.with_open_sizes(found, request)
-        self._tell_of_sizes(request)
+        if request.program is not None and request.program.why_not is not None:
+            self._tell_of_sizes(request, request.program.why_not)
         try:
             executable = self._builder.build(dataclasses.replace(request, vary=found.vary), found.split)
-        except OnlyForTheseCounts:
+        except OnlyForTheseCounts as reason:
             if (program := request.program) is None or program.counts is None:
                 raise
+            if found.vary:
+                self._tell_of_sizes(request, str(reason))
             program.counts.are_apart = True
-            program = dataclasses.replace(program, samples=(), at=tuple(program.live.counts))
+            program = dataclasses.replace(program, samples=(), at=tuple(program.live.counts), for_all_sizes=False)
             request = dataclasses.replace(request, program=program)
             return self._build(request, table.find(request, found.split))
-        found = self._closed(found, executable, request)
+        if found.vary and request.batch is not None:
+            names = self.table.open.describe(request.batch, found.vary)
+            tell(f"strategy='spmd' builds one graph for all sizes of {names}")
         self._found = dataclasses.replace(found, index=table.add(found.key, executable))
         table.forget_unused()
         return executable
@@ -589,28 +594,13 @@ class TrainingIteration:
         self.own_batches.announce(executable)
         return executable
 
-    def _tell_of_sizes(self, request: StepRequest) -> None:
-        """Say once why a step that was followed has a graph for each size."""
-        why = None if request.program is None else request.program.why_not
-        if why is None or request.batch is None or self._told_of_sizes:
+    def _tell_of_sizes(self, request: StepRequest, why: str) -> None:
+        """Say once why a step has a graph for each size."""
+        if request.batch is None or self._told_of_sizes:
             return
         self._told_of_sizes = True
-        vary = self.table.open.wanted(request.batch, self.table.step_key(request))
-        tell(f"strategy='spmd' builds a graph for each size of {self.table.open.describe(request.batch, vary)}: {why}")
-
-    def _closed(self, found: Found, executable: Executable, request: StepRequest) -> Found:
-        """Where a graph belongs that may leave sizes open; the user is told which."""
-        if not found.vary or request.batch is None:
-            return found
-        names = self.table.open.describe(request.batch, found.vary)
-        if executable.sizes is not None:
-            tell(f"strategy='spmd' builds one graph for all sizes of {names}")
-            return found
-        found, for_good = self.table.closed(found, request, request.batch)
-        if for_good:
-            self._told_of_sizes = True
-            tell(f"strategy='spmd' builds a graph for each size of {names}: {executable.not_general}")
-        return found
+        names = self.table.open.describe(request.batch, self.table.open.wanted(request.batch))
+        tell(f"strategy='spmd' builds a graph for each size of {names}: {why}")
 
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
         pending = self._left_for(executable)

@@ -45,7 +45,7 @@ from lightning_spmd.stages.capture.follow.counts import (
     tied,
     ties_of,
 )
-from lightning_spmd.stages.capture.follow.matching import keeps_shapes
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
     Made,
@@ -58,7 +58,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     with_numbers,
 )
 from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
-from lightning_spmd.stages.capture.follow.sizes import ForAllSizes, candidates, is_like, with_sizes
+from lightning_spmd.stages.capture.follow.sizes import Companions, candidates, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
 from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers, slice_numbers, slices_that_matter
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
@@ -109,6 +109,19 @@ class _Found:
     conditions: list[Condition]
 
 
+def companions_of(step: StepState, first_new: int) -> Companions:
+    """Steps of which some may have made the calls of a step.
+
+    Args:
+        step: the step.
+        first_new: the depth of its first call that no step made before.
+    """
+    if step.tree is None:
+        return Companions((), step.notes[first_new - 1] if first_new else None)
+    others = step.follower.others(step.tree.sizes.places)
+    return Companions(others, step.notes[first_new - 1] if first_new else step.root)
+
+
 class CountFormulas:
     """Finds formulas for the new calls of one step.
 
@@ -141,16 +154,50 @@ class CountFormulas:
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
 
-    def find(self) -> None:
+        self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
+
+    def end(self) -> None:
+        """End the step, of which calls or their loss are new."""
+        step, tree = self._step, self._step.tree
+        for note in step.notes[self._new :]:
+            note.seen.append(tuple(step.counts[: self.known_before(note)]))
+        if tree is None:
+            self._find()
+            return
+        sizes, ends = tuple(step.counts[: step.opened]), self._met(are_alike=False)
+        has_sizes_alone = len(step.counts) == step.opened  # others are other ones in nearly every step
+        if self._new < len(step.notes) and isinstance(ends, Note) and has_sizes_alone:
+            place = f" at {ends.source}" if ends.source else ""
+            tree.alone(step.path, sizes, f"the step makes other calls for other sizes: {ends.name}{place}")
+            return
+        self._find()
+        same = self._met(are_alike=True)
+        tree.ended(step.notes, step.path, sizes, () if isinstance(same, Note) else same)
+
+    def _met(self, *, are_alike: bool) -> set[tuple[int, ...]] | Note:
+        """Sizes of the batch of other steps that made the same calls, or the first that none of them made.
+
+        Args:
+            are_alike: with the numbers that formulas give.
+        """
+        step = self._step
+        companions = companions_of(step, self._new)
+        for note in step.notes:
+            companions.go_on(note)
+            if are_alike:
+                companions.only_as(note, self.known_before(note))
+            if note.depth >= self._new and not companions.now:
+                return note
+        return companions.sizes(step.opened)
+
+    def _find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
 
         A call that has no form for other counts (it makes a tensor for each of so many rows) is one for these alone.
         """
-        step = self._step
-        new = begin = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
-        last: _Pass | None = None
+        step, new = self._step, self._new
+        begin, last = new, None
         for note in step.notes[new:]:
-            note.seen.append(tuple(step.counts[: self.known_before(note)]))
             note.pins = {}
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
@@ -291,11 +338,6 @@ def samples_of_path(
     """
     told = [(note.depth, condition.formula) for note in notes for condition in note.conditions]
     told += [(depth, condition.formula) for depth, conditions in more.items() for condition in conditions]
-    told += [
-        (note.depth, Formula(note.for_all.condition))
-        for note in notes
-        if isinstance(note.for_all, ForAllSizes) and note.for_all.condition != "True"
-    ]
     on_samples = [condition.formula for condition in (*itertools.chain(*(note.usual for note in notes)), *usual)]
     all_ties = tuple((ties_of(notes) if ties is None else ties).items())
     fixed = tuple({**pins, **pins_of(notes)}.items())
@@ -349,18 +391,6 @@ def _constant(formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pin
 def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
     """Numbers with formulas for some counts."""
     return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
-
-
-def _open(note: Note) -> list[TensorSpec] | None:
-    """The results of a known call, with formulas."""
-    if not isinstance(note.for_all, ForAllSizes):
-        return note.open
-
-    def formula(number: int) -> Any:
-        return number.formula if isinstance(number, Size) else number
-
-    specs = note.for_all.specs
-    return [TensorSpec(tuple(map(formula, s.shape)), tuple(map(formula, s.stride)), s.dtype, s.device) for s in specs]
 
 
 class _Run:
@@ -524,7 +554,7 @@ class _Pass:
             self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
         self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
-        self._symbols = private.SymbolicSizes(lambda: "")
+        self._symbols = private.SymbolicSizes()
         free = [i for i in range(number) if i not in pins and i not in ties]
         made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
         self._open = free
@@ -536,7 +566,7 @@ class _Pass:
         self._calls: list[Note] = []
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
-        self._companions: list[Note] = [step.notes[first_new - 1]] if first_new else []
+        self._companions = companions_of(step, first_new)
         self._makes_from = next((note.depth for note in step.notes if note.counts), 0) if every.skips else 0
         self._skipped = self._before_counts()
         for run in self._every_run:
@@ -564,13 +594,7 @@ class _Pass:
         end = len(self._step.notes)
         try:
             for note in self._step.notes:
-                if note.depth >= self._first_new:
-                    self._companions = [
-                        child
-                        for before in self._companions
-                        for child in before.children
-                        if child is not note and child.seen and is_like(child, note)
-                    ]
+                self._companions.go_on(note)
                 if note.depth >= self._makes_from:
                     self._note(note)
             loss = self._step.loss
@@ -639,7 +663,9 @@ class _Pass:
 
     def _note(self, note: Note) -> None:
         depth = self.at = note.depth
-        is_new = depth >= self._begin and note.for_all is None
+        is_new = depth >= self._begin
+        if is_new:
+            self._open_numbers(note)
         choices = self._choices(note) if is_new else [dict[Place, Any]()]
         numbers = choices[min(self._every.tried.get(depth, 0), len(choices) - 1)]
         args, kwargs = with_numbers((note.args, note.kwargs), numbers)
@@ -666,7 +692,7 @@ class _Pass:
             raise self._otherwise(depth, choices, reason)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
-            found = specs_for(note, specs, self._fits) if is_new else _open(note)
+            found = specs_for(note, specs, self._fits) if is_new else note.open
         except Apart as error:
             reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
             raise self._otherwise(depth, choices, reason) from None
@@ -797,6 +823,9 @@ class _Pass:
                 self._every.opaque[depth] = set()
             self._every.by_python = not self._every.by_python
             raise _Again from None
+        if symbols.fixed() and not self._every.by_python:
+            self._every.by_python = True
+            raise _Again
         if symbols.fixed() or not are_fulfilled:
             others = {i for c in conditions if not c.holds(self._step.counts) for i in c.formula.names()}
             self._do_without(depth, others.union(self._open[i] for i in symbols.fixed()))
@@ -971,6 +1000,16 @@ class _Pass:
             return None
 
     # ------------------------------------------------------------------ numbers of Python's
+    def _open_numbers(self, note: Note) -> None:
+        """Numbers that no size depends on are inputs where other steps have others."""
+        known = self._every.known_before(note)
+        for place, leaf in leaves_by_place((note.args, note.kwargs)):
+            is_free = type(leaf) is float or (type(leaf) is int and keeps_shapes(note.func))
+            if is_free and place not in note.plain:
+                theirs = (its[place] for _, its in self._companions.seen(known) if type(its.get(place)) is type(leaf))
+                if not all(same_constant(number, leaf) for number in theirs):
+                    note.free.add(place)
+
     def _choices(self, note: Note) -> list[dict[Place, Any]]:
         """Which numbers of a call may be formulas, the likeliest choice first."""
         operands = [s for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
@@ -994,14 +1033,12 @@ class _Pass:
             is_number = type(leaf) in (int, torch.Size) and not is_formula(leaf)
             if is_number and not (place in note.free or place in note.plain or keeps_shapes(note.func)):
                 columns[place] = [leaf]
-        for other in self._companions if columns else ():
-            leaves = dict(leaves_by_place((other.args, other.kwargs)))
+        for seen, leaves in self._companions.seen(known) if columns else ():
             if not columns.keys() <= leaves.keys():  # numbers of another make
                 continue
-            for seen in (seen for seen in other.seen if len(seen) == known):
-                points.append(seen)
-                for place, column in columns.items():
-                    column.append(with_sizes(leaves[place], seen))
+            points.append(seen)
+            for place, column in columns.items():
+                column.append(leaves[place])
         found: dict[Place, Any] = {}
         for place, column in columns.items():
             codes = [*pool, *(str(size.formula) for size in sizes_in(found.values()))]

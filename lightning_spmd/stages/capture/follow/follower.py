@@ -85,18 +85,8 @@ class Follower:
         if not places or self._key() in self._roots:  # from before sizes were seen to vary
             return None
         key = tuple(places), _kind_of_batch(places, self._key())
-        found = self._trees.setdefault(key, OpenTree(places, self.moulds))
+        found = self._trees.setdefault(key, OpenTree(places))
         return None if found.has_failed else found
-
-    def closed(self, tree: OpenTree, first_note: Note) -> None:
-        """Move calls that were recorded for all sizes to the tree of these sizes alone."""
-        tree.root.children.remove(first_note)
-        self.root().children.append(first_note)
-        below = [first_note]
-        while below:
-            note = below.pop()
-            note.at = note.fakes_at = None
-            below += note.children
 
     def others(self, places: Sequence[Dimension]) -> list[tuple[tuple[int, ...], Note]]:
         """The roots of such steps with one set of sizes each, and these sizes."""
@@ -130,8 +120,6 @@ class Follower:
         if self.moulds.show_strides:
             return
         self.moulds.show_strides = True
-        for tree in self._trees.values():
-            tree.forget()
         under_way = set(map(id, path))
         for note in self._notes():
             note.moulds = list(map(self.moulds.of, note.specs))

@@ -43,7 +43,7 @@ class LeftOut:
 
     def is_open_for(self, note: Note) -> bool:
         """Whether a call holds for all sizes of its path."""
-        return self._step.tree is None or note.for_all is not None
+        return self._step.tree is None or note.is_fitted
 
     def leave(self, calls: int) -> None:
         """Leave out the calls after the first ones of this number; they run after the step."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.ir.sizes import CountsOfStep, Size
+from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.notes import (
     SOURCES,
@@ -135,7 +135,7 @@ class _Compiler:
         self.met: dict[int, str] = {}
         self._note, self._sources, self._path, self._given = note, sources, path, given
         self._bound: dict[int, str] = {}
-        self._formulas = {place: (index, leaf) for index, (place, leaf) in enumerate(formulas_in(note).items())}
+        self._formulas = formulas_in(note)
 
     def bind(self, value: Any) -> str:
         """A name for an object."""
@@ -203,11 +203,9 @@ class _Compiler:
             yield f"({there} is {known} or (type({there}) is type({known}) and same({there}, {known})))"
 
     def _now(self, place: Place) -> str:
-        """A number that follows from sizes, as it is in the step that runs."""
-        index, leaf = self._formulas[place]
+        """A number that follows from counts, as it is in the step that runs."""
+        leaf = self._formulas[place]
         parts = leaf if type(leaf) is torch.Size else (leaf,)
-        if not any(type(part) is Size and isinstance(part.sizes, CountsOfStep) for part in parts):
-            return f"{self.bind(self._note.now)}[{index}]"
         codes = [part.formula.of("step.counts") if type(part) is Size else str(part) for part in parts]
         return f"({''.join(f'{code}, ' for code in codes)})" if type(leaf) is torch.Size else codes[0]
 
@@ -298,7 +296,7 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
         yield f" sources[id({code.met[number]})] = {code.bind(Outside(number))}"
         yield f" step.outside.append({code.met[number]})"
     yield f" step.notes.append({code.bind(note)})"
-    if note.free or (note.at is not None and note.for_all is None):
+    if note.free:
         yield f" step.held[{note.depth}] = args, kwargs or {{}}"
     if note.made:
         free = " and ".join(

@@ -44,6 +44,8 @@ class _Step(Protocol):
 
     @property
     def is_eager(self) -> bool: ...
+    @property
+    def has_counts(self) -> bool: ...
     def beside(self) -> contextlib.AbstractContextManager[None]: ...
     def eagerly(self, why: str, place: str | None = None) -> None: ...
     def live_of(self, source: Source) -> Tensor | None: ...
@@ -240,7 +242,7 @@ class Memory:
         is_all = offset == 0 and spec.stride == live.stride() and tensor.shape == live.shape
         if is_all and spec.dtype == live.dtype:
             return live.detach()
-        if tensor.shape != spec.shape or note.at is not None or spec.dtype != live.dtype:
+        if tensor.shape != spec.shape or self._step.has_counts or spec.dtype != live.dtype:
             raise _Elsewhere
         return live.detach().as_strided(spec.shape, spec.stride, live.storage_offset() + offset)
 

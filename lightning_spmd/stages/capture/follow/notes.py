@@ -7,7 +7,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -142,35 +142,6 @@ class Around(NamedTuple):
     block: int | None = None
 
 
-class At:
-    """One set of sizes.
-
-    Args:
-        values: the sizes.
-        moulds: of placeholders.
-    """
-
-    def __init__(self, values: tuple[int, ...], moulds: Any) -> None:
-        self.values, self.moulds = values, moulds
-        self.is_new = True
-        self.known: dict[int, Any] = {}
-        self.holds: dict[str, bool] = {}
-
-
-class ForAll(Protocol):
-    """A note for other sizes than the recorded ones; implemented in ``sizes.py``.
-
-    Attributes:
-        is_fixed: it is the same for all of them.
-    """
-
-    is_fixed: bool
-
-    def at(self, at: At) -> tuple[list[Any], list[TensorSpec], list[Tensor]] | None:
-        """Numbers, results and moulds for these sizes; None if they are unknown."""
-        ...
-
-
 _numbers = itertools.count()
 
 
@@ -212,11 +183,7 @@ class Note:
         trained: whether each result asks for gradients.
         versions: how often each had been written to when it was made.
         written: which of them calls write into, or train or freeze.
-        for_all: what it is for other sizes of the batch; None of a note of one size.
-        at: the sizes that it has now; None where sizes do not vary.
-        fakes_at: those of ``fakes``.
-        now: numbers among its arguments that follow from sizes, as they are now.
-        seen: some of the sizes of steps that called it.
+        seen: the counts of steps that called it, as far as they were known.
         counts: the path's counts that this call reads: as large as its results, or what it reads.
         slot: which of its operators asks for them (``DataSizes.slot``).
         spare: moulds and placeholders of other counts.
@@ -266,10 +233,6 @@ class Note:
     trained: list[bool] = field(default_factory=list[bool])
     versions: list[int] = field(default_factory=list[int])
     written: set[int] = field(default_factory=set[int])
-    for_all: ForAll | None = None
-    at: At | None = None
-    fakes_at: At | None = None
-    now: list[Any] = field(default_factory=list[Any])
     seen: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
     counts: range = range(0)
     slot: int = 0

@@ -119,6 +119,11 @@ class Program:
     def _of_counts(self) -> tuple[dict[int, int], list[Condition]]:
         return pins_of(self.notes), [condition for note in self.notes for condition in note.conditions]
 
+    @property
+    def has_sizes_alone(self) -> bool:
+        """Whether all its counts are sizes of the batch."""
+        return self.counts is not None and self.counts.length == len(self.counts.places)
+
     def may_have(self, counts: Sequence[int]) -> bool:
         """Whether a step with these counts, and maybe more, may take this path."""
         return may_have(counts, *self._of_counts)

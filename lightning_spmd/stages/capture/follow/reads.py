@@ -25,7 +25,6 @@ from lightning_spmd.stages.capture.follow.notes import (
 )
 from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
 from lightning_spmd.stages.capture.follow.recorder import Recorder
-from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import Values
 
@@ -105,8 +104,6 @@ class Reads:
         """The notes of this read, the likeliest first."""
         step = self._step
         for note in reversed(step.here.children):
-            if not (note.at is step.at or moved(note, step.at)):
-                continue
             if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, step) == {}:
                 yield note
 

@@ -325,13 +325,14 @@ class Recorder:
             note.moulds = [step.follower.moulds.of(TensorSpec.of(fake)) for fake in note.fakes]
         note.specs, note.trained = [TensorSpec.of(t) for t in note.fakes], [t.requires_grad for t in note.fakes]
         note.versions = list(map(version_of, note.fakes))
-        note.fakes_at = step.at
         note.made = [Made(note.depth, index) for index in range(len(note.fakes))]
         for fake, made in zip(note.fakes, note.made, strict=True):
             root, first_fake = recording.root_of(private.storage_of(fake)) or (made, fake)
             note.roots.append((root, int(fake.storage_offset()) - int(first_fake.storage_offset())))
         if not step.memory.is_shared:  # what is written into arrays nobody sees
-            note.same = same_before(note, step.notes, step.here.children, recording.root_of_source)
+            note.same = same_before(
+                note, step.notes, step.here.children, recording.root_of_source, sizes_vary=step.tree is not None
+            )
             with step.beside():
                 recording.values.tell_same(note)
         note.marked(step.here)
@@ -375,7 +376,7 @@ class Recorder:
         step = self._step
         for number in range(known, len(step.outside)):
             note.met[number] = step.kind(step.outside[number], number)
-        note.module, note.source, note.at = step.module_path(), user_location() or "", step.at
+        note.module, note.source = step.module_path(), user_location() or ""
         for source in sources_in((note.args, note.kwargs)):
             if type(source) is Given:
                 step.on_given(source.position)
@@ -458,14 +459,12 @@ class Recorder:
         return True
 
     def fake_of(self, source: Made) -> Tensor:
-        """A result as recorded, with its autograd history. For other sizes of the batch all are recorded again."""
+        """A result as recorded, with its autograd history. Of another size it is recorded again."""
         note = self._step.notes[source.depth]
-        if note.fakes_at is not note.at:
-            recording = self.so_far()
-            for other in self._step.notes:
-                other.fakes = [recording.values.made[made] for made in other.made]
-                other.fakes_at = other.at
-        return note.fakes[source.index]
+        fake = note.fakes[source.index]
+        if note.sizes is not None and note.specs_at(self._step.counts)[source.index] != TensorSpec.of(fake):
+            return self.so_far().values.made[source]
+        return fake
 
     def fake_now(self, source: Made) -> Tensor:
         """A result with its autograd history after the calls so far, which may have written into it."""
@@ -491,9 +490,7 @@ class Recorder:
 
     def is_trained(self, source: Made) -> bool:
         """Whether a result requires gradients."""
-        note = self._step.notes[source.depth]
-        own = note.fakes_at is note.at
-        return note.fakes[source.index].requires_grad if own else note.trained[source.index]
+        return self._step.notes[source.depth].fakes[source.index].requires_grad
 
     def is_leaf(self, tensor: Tensor) -> bool:
         """Whether autograd puts gradients into the tensor."""

@@ -25,7 +25,12 @@ _IN_C = "torch._C."
 
 
 def same_before(
-    note: Note, path: Sequence[Note], siblings: Sequence[Note], root_of: Callable[[Source], Any]
+    note: Note,
+    path: Sequence[Note],
+    siblings: Sequence[Note],
+    root_of: Callable[[Source], Any],
+    *,
+    sizes_vary: bool,
 ) -> int | None:
     """The depth of the call that made the same masks before; None if there is none, or nothing is a mask.
 
@@ -36,6 +41,7 @@ def same_before(
         path: those before it.
         siblings: those that came in its place in other steps.
         root_of: gives what a tensor shares memory with.
+        sizes_vary: those of the batch do.
     """
     note.varies = any(_differs_from(sibling, note) for sibling in siblings)
     if not any(spec.dtype in _MASKS for spec in note.specs):
@@ -45,7 +51,7 @@ def same_before(
         if call.kin is None:
             call.kin = _kin(call, calls)
     for before in reversed(path):
-        search = _Search(calls, root_of)
+        search = _Search(calls, root_of, sizes_vary=sizes_vary)
         if before.kin == note.kin and search.is_same(before, note) and search.are_unwritten(before, note.depth):
             for relied_on in search.found:
                 relied_on.plain.update(place for place, _ in _numbers_in(relied_on))
@@ -77,13 +83,14 @@ class _Search:
     Args:
         path: the calls.
         root_of: gives what a tensor shares memory with.
+        sizes_vary: those of the batch do.
 
     Attributes:
         found: the calls on which the answer depends.
     """
 
-    def __init__(self, path: Sequence[Note], root_of: Callable[[Source], Any]) -> None:
-        self._path, self._root_of = path, root_of
+    def __init__(self, path: Sequence[Note], root_of: Callable[[Source], Any], *, sizes_vary: bool) -> None:
+        self._path, self._root_of, self._vary = path, root_of, sizes_vary
         self.found: list[Note] = []
         self._pending: list[tuple[Note, Note]] = []
 
@@ -122,7 +129,7 @@ class _Search:
         if isinstance(mine, (tuple, list)) and kind is not torch.Size:
             pairs = zip(mine, its, strict=False)
             return len(mine) == len(its) and all(self._are_same(a, b, one, other) for a, b in pairs)
-        return not _may_follow_from_sizes(mine, one) and same_constant(mine, its)
+        return not (self._vary and _may_follow_from_sizes(mine, one)) and same_constant(mine, its)
 
     def _is_same_tensor(self, mine: Source, its: Source, one: Note, other: Note) -> bool:
         if type(mine) is type(its) and mine == its:
@@ -155,6 +162,4 @@ def is_repeatable(note: Note) -> bool:
 
 def _may_follow_from_sizes(leaf: Any, note: Note) -> bool:
     """Whether a leaf may be another number in steps of other sizes on the same path."""
-    if note.at is None:
-        return False
     return type(leaf) in (Size, torch.Size) or (type(leaf) is int and leaf > 1 and not keeps_shapes(note.func))

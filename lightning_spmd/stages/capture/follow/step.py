@@ -55,9 +55,8 @@ from lightning_spmd.stages.capture.follow.own_generator import OwnGenerator
 from lightning_spmd.stages.capture.follow.packed import RECURRENT, PackedSequences
 from lightning_spmd.stages.capture.follow.queue import known
 from lightning_spmd.stages.capture.follow.reads import Reads
-from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder, Recording
+from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder
 from lightning_spmd.stages.capture.follow.saved import Saved
-from lightning_spmd.stages.capture.follow.sizes import moved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs
 
@@ -500,7 +499,7 @@ class Step(StepState, TorchFunctionMode):
             if self._is_looked_at(func):
                 return self.called(func, args, kwargs or {})
         for note in reversed(children := self.here.children):
-            if note.func is func and note.take is not None and (note.at is self.at or moved(note, self.at)):
+            if note.func is func and note.take is not None:
                 found = note.take(self, args, kwargs)
                 if found is not MISSED:
                     if children[-1] is not note and self.here is note:
@@ -660,8 +659,6 @@ class Step(StepState, TorchFunctionMode):
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads or not self.data_counts.may_be(note):
                 continue
-            if not (note.at is self.at or moved(note, self.at)):
-                continue
             found = numbers_that_differ(note, args, kwargs, self)
             if found is not None and (not found or self.recorder.is_as_large(note, args, kwargs)):
                 if found and not found.keys() <= note.free:
@@ -815,7 +812,7 @@ class Step(StepState, TorchFunctionMode):
                 is_another, reason = True, str(error)
             self.here = before
             if not (note.is_fitted or is_another):  # nor is it ever, if this step ends eagerly
-                note.pins = {i: self.counts[i] for i in range(self.opened, len(self.counts))}
+                note.pins = dict(enumerate(self.counts))
             if is_another:
                 self.notes.pop()
                 del self.held[note.depth]
@@ -1013,21 +1010,14 @@ class Step(StepState, TorchFunctionMode):
             self.eager.end()
             self.memory.let_go()
             return
-        if self.tree is not None and self.at is not None and not self.has_counts:
-            places = self.tree.sizes.places
-            others = functools.partial(self.follower.others, places)
-            recording = functools.partial(Recording, self, None)
-            open_now = self.tree.end(self.notes, self.path, self.at, others, recording, self.numbers_of)
-            if not open_now and self.notes and self.notes[0].for_all is None:
-                self.follower.closed(self.tree, self.notes[0])
-        free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
-        self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
         if self.has_counts:
             loss = self.notes[self.loss.depth] if isinstance(self.loss, Made) else None
             if not all(note.is_fitted for note in self.notes) or (loss is not None and loss.behind is None):
-                CountFormulas(self).find()
-            if self.tree is not None and self.at is not None:
-                self.tree.counted(self.notes, self.path, self.at)
+                CountFormulas(self).end()
+            elif self.tree is not None:
+                self.tree.ended(self.notes, self.path, tuple(self.counts[: self.opened]))
+        free = [self.notes[depth] for depth in self.held if self.notes[depth].free]
+        self.known_numbers = {(n.depth, p): v for n in free for p, v in self.numbers_of(n).items()}
         for depth, (args, kwargs) in self.held.items():
             note = self.notes[depth]
             if note.take is None and not note.reads:

@@ -16,6 +16,7 @@ from lightning_spmd.ir.shared_memory import may_meet
 from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.stages.capture.batch.batch import is_trained
 from lightning_spmd.stages.capture.follow import placeholders
+from lightning_spmd.stages.capture.follow.counts import may_have
 from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.memory import Memory
@@ -80,7 +81,6 @@ class StepState:
     Attributes:
         notes: the path so far.
         here: its last call.
-        at: the sizes of this step, where a path is for several.
         sources: where tensors come from, by ``id``.
         held: arguments of calls that are to be compiled or have numbers that differ in other steps, by depth.
         outside: tensors that the step did not make, in the order in which it met them.
@@ -173,10 +173,9 @@ class StepState:
         self.refuses_read: Callable[[Any, Sequence[Tensor]], str | None] = lambda _, __: None
         self.by_hand: _HandStep | None = None
         self.tree = follower.tree(vary)
-        self.at = None if self.tree is None else self.tree.begin(given)
-        self.opened = 0 if self.at is None else len(self.at.values)
-        if self.at is not None:
-            self.counts += self.at.values
+        if self.tree is not None:
+            self.counts += self.tree.begin(given)
+        self.opened = len(self.counts)
         self.here = self.root
         self.held: dict[int, tuple[Any, Any]] = {}
         # a parameter that a hook has put into the batch is none of the batch's
@@ -228,7 +227,7 @@ class StepState:
     def knows_too_many(self) -> bool:
         """Whether too many different calls are known to follow here for more to be of use."""
         known = self.here.children
-        return len(known) >= MOST_NEXT and sum(n.for_all is not None or n.at is self.at for n in known) >= MOST_NEXT
+        return len(known) >= MOST_NEXT and sum(may_have(self.counts, n.pins, n.conditions) for n in known) >= MOST_NEXT
 
     @property
     def is_eager(self) -> bool:
@@ -337,8 +336,8 @@ class StepState:
     # ------------------------------------------------------------------ numbers that differ
     @property
     def has_counts(self) -> bool:
-        """Whether Python has got data-dependent sizes."""
-        return len(self.counts) > self.opened
+        """Whether sizes of the batch vary, or Python has got data-dependent ones."""
+        return len(self.counts) > 0
 
     def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
         """The numbers between two depths that differ in other steps, so far."""

@@ -32,7 +32,6 @@ from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat, map
 from lightning_spmd.stages.capture.record.function_calls import FunctionCalls
 from lightning_spmd.stages.capture.record.known_values import KnownValues, draw_key
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
-from lightning_spmd.stages.capture.sizes.symbolic_batch import as_argument
 from lightning_spmd.stages.capture.user_code import user_location
 
 aten = torch.ops.aten
@@ -109,7 +108,7 @@ class Recorder(private.TorchDispatchMode):
             node = self.node_of(value)
             return node if node is not None else self.lift_constant(value)
         scalar = scalar_of(value)
-        return as_argument(value) if scalar is None else scalar.argument()
+        return value if scalar is None else scalar.argument()
 
     # ------------------------------------------------------------------ numbers
     def scalar_call(self, function: Callable[..., Any], operands: tuple[HostScalar, ...]) -> HostScalar:

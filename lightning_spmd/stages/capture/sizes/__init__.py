@@ -1,5 +1,5 @@
 """Sizes that are open in a graph.
 
-``symbolic_batch``  sizes of a batch as symbols; ``symbolic_family``: the captured steps for all of them
-``data_sizes``      results as large as their data say
+``other_sizes``  a batch with other sizes than it has
+``data_sizes``   results as large as their data say
 """
