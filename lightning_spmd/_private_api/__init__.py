@@ -155,7 +155,6 @@ from lightning_spmd._private_api.packing import (
     weights_of,
 )
 from lightning_spmd._private_api.symbolic_sizes import (
-    RESIZES,
     SymbolicSizes,
     is_symbol,
     symbols_as_numbers,

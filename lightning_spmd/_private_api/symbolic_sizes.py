@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
 import torch
-from torch._decomp.decompositions import upsample_compute_output_size
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.sym_node import SymNode
@@ -97,29 +96,6 @@ def is_symbol(value: Any) -> bool:
     return type(value) in _SYMBOLS and type(value.node) is SymNode
 
 
-def _of_size(operator: Any) -> Callable[..., Any]:
-    """An operator of ``F.interpolate`` that takes symbols; what comes first in C++ wants plain integers."""
-
-    def resized(input: Any, size: Any, *rest: Any) -> Any:
-        *aligned, factors = rest
-        found: Any = upsample_compute_output_size(input.shape, size, factors)
-        return operator(input, found, *aligned, *(factors or [None] * len(found)))
-
-    return resized
-
-
-def _pooled(*args: Any, **kwargs: Any) -> Any:
-    return torch.max_pool1d_with_indices(*args, **kwargs)[0]
-
-
-_NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
-RESIZES = tuple(n for n in dir(_NN) if "upsample" in n and "vec" in getattr(torch.ops.aten, n).overloads())
-"""What ``F.interpolate`` calls."""
-_INSTEAD = [(_NN, name, _of_size(getattr(torch.ops.aten, name).default)) for name in RESIZES]
-_INSTEAD += [(torch, "max_pool1d", _pooled)]
-"""For functions that want plain integers, what they call: without these, varying sizes have a graph for each."""
-
-
 @contextlib.contextmanager
 def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
     """A context for tracing: ``math.sqrt`` and functions of torch follow symbols, a symbol as text is its number.
@@ -128,7 +104,6 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
         by_python: torch's implementations in Python go first: some of those in C++ take plain integers alone.
     """
     root, text, level = math.sqrt, SymNode._graph_repr, _LOG.level
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in _INSTEAD]
 
     def follow(x: Any) -> Any:
         return torch.sym_sqrt(x) if is_symbol(x) else root(x)
@@ -139,14 +114,10 @@ def symbols_as_numbers(*, by_python: bool) -> Iterator[None]:
         return str(node.guard_float("", 0) if node.is_float() else node.guard_bool("", 0))
 
     math.sqrt, SymNode._graph_repr = follow, number  # pyright: ignore[reportAttributeAccessIssue]
-    for place in _INSTEAD:
-        setattr(*place)
     _LOG.setLevel(logging.CRITICAL)  # what cannot be done is told once, in the user's words
     try:
         with enable_python_dispatcher() if by_python else contextlib.nullcontext():
             yield
     finally:
         math.sqrt, SymNode._graph_repr = root, text
-        for place in originals:
-            setattr(*place)
         _LOG.setLevel(level)

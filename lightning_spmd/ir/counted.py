@@ -355,11 +355,12 @@ class CountFits(Fits):
     Args:
         counts: of the graph.
         samples: the counts for which each was made.
+        rounds: quotients are looked for, too: what is found is compared for other counts, or known to be no other.
     """
 
-    def __init__(self, counts: Counts, samples: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, counts: Counts, samples: Sequence[tuple[int, ...]], *, rounds: bool = False) -> None:
         super().__init__(counts, samples, self._of_whole_numbers)
-        self._columns = list(zip(*samples, strict=True))
+        self._columns, self._rounds = list(zip(*samples, strict=True)), rounds
         self._sums: dict[tuple[Fraction, ...], tuple[int, int]] | None = None
         self._learned: dict[tuple[int, ...], Formula] = {}
 
@@ -369,6 +370,7 @@ class CountFits(Fits):
 
     def _of_whole_numbers(self, values: tuple[int, ...]) -> Formula | str:
         found = self._learned.get(values) or self._of_one(values) or self._of_a_sum(values) or self._of_two(values)
+        found = found or (self._of_a_quotient(values) if self._rounds else None)
         return found or f"no formula of the counts gives {values}"
 
     def _of_one(self, values: tuple[int, ...]) -> Formula | None:
@@ -394,6 +396,13 @@ class CountFits(Fits):
                 product = tuple(n * (n + added) for n in column)
                 if (found := _linear(values, product, f"s{i} * (s{i} + {added})")) is not None:
                     return found[0]
+        return None
+
+    def _of_a_quotient(self, values: tuple[int, ...]) -> Formula | None:
+        for (i, column), divisor in itertools.product(enumerate(self._columns), _DIVISORS):
+            for added in range(-2 * divisor, 2 * divisor + 1):
+                if all((n + added) // divisor == value for n, value in zip(column, values, strict=True)):
+                    return Formula(f"(s{i} + {added}) // {divisor}")
         return None
 
     def _of_a_sum(self, values: tuple[int, ...]) -> Formula | None:

@@ -177,24 +177,6 @@ def put(op: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *o
     return op(x, indices, values, *others, **more)
 
 
-def resized(op: Any, x: Tensor, size: Sequence[int], *others: Any, **more: Any) -> Tensor:
-    """An image of this size, in the memory format of the input."""
-    return _sized(op, x, [*x.shape[:2], *size], size, *others, **more)
-
-
-def resized_backward(
-    op: Any, gradient: Tensor, size: Sequence[int], shape: Sequence[int], *others: Any, **more: Any
-) -> Tensor:
-    """The gradient of such an image's input, in the memory format of that of the image."""
-    return _sized(op, gradient, shape, size, shape, *others, **more)
-
-
-def _sized(op: Any, like: Tensor, shape: Sequence[int], *others: Any, **more: Any) -> Tensor:
-    if not any(map(private.is_symbol, (*like.shape, *shape))):
-        return op(like, *others, **more)
-    return like.new_empty(shape).contiguous(memory_format=private.suggested_memory_format(like))
-
-
 def _bound(op: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     names = [argument.name for argument in op._schema.arguments]  # noqa: SLF001 - an operator's description
     return {**dict(zip(names, args, strict=False)), **kwargs}
@@ -274,8 +256,6 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
         "index_put_": put,
         "_index_put_impl_": put,
         "_unsafe_index_put": put,
-        **dict.fromkeys(private.RESIZES, resized),
-        **{f"{name}_backward": resized_backward for name in private.RESIZES},
     }.items()
     if hasattr(aten, name)
 }

@@ -539,7 +539,7 @@ class _Pass:
         number, pins = len(step.counts), pins_of(step.notes)
         ties = every.all_ties()
         samples = every.samples()
-        self._fits = CountFits(Counts(number), samples)
+        self._fits = CountFits(Counts(number), samples, rounds=True)
         self._runs = [_Run(step, sample) for sample in samples]
         opened = dict(enumerate(step.counts[: step.opened]))
         few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]

@@ -94,7 +94,11 @@ def specs_for(note: Note, made: Sequence[Sequence[TensorSpec]], fits: CountFits)
         return None
 
     def number(values: tuple[int, ...]) -> Any:
-        return values[0] if len(set(values)) == 1 else fits.formula(values)
+        if len(set(values)) == 1:
+            return values[0]
+        formula = fits.formula(values)
+        fits.learn(formula)  # strides are multiples of sizes
+        return formula
 
     found: list[TensorSpec] = []
     for specs in zip(*made, strict=True):
