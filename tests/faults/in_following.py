@@ -167,7 +167,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "sizes that no other step has had are looked at at once",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "isinstance(ends, Note) and has_sizes_alone:\n",
+        "isinstance(ends, Note) and not step.has_data_counts:\n",
         "False:\n",
         (SIZES,),
     ),

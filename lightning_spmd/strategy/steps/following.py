@@ -378,7 +378,7 @@ class _Talk:
     def _of_the_beginning(self) -> Sequence[Tensor] | None:
         """What Python reads now, by a graph of the step so far; None: by calls on the whole batch."""
         *notes, read = self._step.notes
-        sized = self._step.has_counts or not read.reads
+        sized = self._step.has_data_counts or not read.reads
         if sized and not self._step.must_be_graph and not any(note.draws for note in notes):
             return None  # that graph would be one for each count
         if (told := self._values_told.now()) is not None:

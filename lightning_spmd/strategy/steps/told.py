@@ -81,7 +81,7 @@ class ToldValues:
     def _can_tell(self) -> bool:
         """Whether the step has only plain calls so far; others may change tensors that no note names."""
         notes = self._step.notes
-        return not self._step.has_counts and not any(isinstance(n.func, (EngineCall, CallByHand)) for n in notes)
+        return not self._step.has_data_counts and not any(isinstance(n.func, (EngineCall, CallByHand)) for n in notes)
 
     def _is_unwritten(self, source: Source) -> bool:
         root = self._step.notes[source.depth].roots[source.index][0] if type(source) is Made else source

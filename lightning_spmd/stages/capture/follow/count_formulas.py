@@ -165,8 +165,8 @@ class CountFormulas:
             self._find()
             return
         sizes, ends = tuple(step.counts[: step.opened]), self._met(are_alike=False)
-        has_sizes_alone = len(step.counts) == step.opened  # others are other ones in nearly every step
-        if self._new < len(step.notes) and isinstance(ends, Note) and has_sizes_alone:
+        # counts that data decide are others in nearly every step
+        if self._new < len(step.notes) and isinstance(ends, Note) and not step.has_data_counts:
             place = f" at {ends.source}" if ends.source else ""
             tree.alone(step.path, sizes, f"the step makes other calls for other sizes: {ends.name}{place}")
             return

@@ -339,6 +339,11 @@ class StepState:
         """Whether sizes of the batch vary, or Python has got data-dependent ones."""
         return len(self.counts) > 0
 
+    @property
+    def has_data_counts(self) -> bool:
+        """Whether Python has got data-dependent sizes."""
+        return len(self.counts) > self.opened
+
     def numbers_between(self, begin: int, end: int) -> dict[tuple[int, Place], Any]:
         """The numbers between two depths that differ in other steps, so far."""
         return {(n.depth, p): v for n in self.notes[begin:end] if n.free for p, v in self.numbers_of(n).items()}
