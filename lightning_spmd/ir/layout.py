@@ -11,7 +11,6 @@ Strides of dimensions of size one mean nothing. A tensor without elements has ev
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -58,44 +57,45 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
     return tuple(strides)
 
 
-@functools.lru_cache(maxsize=4096)
-def layout_of(shape: Sequence[int], stride: tuple[int, ...]) -> tuple[int, ...] | None:
-    """What tensors of other sizes that lie alike have in common: the order of dimensions, or strides with gaps.
+Layout = tuple[tuple[int, int], ...]
+"""Dimensions of more than one element from the innermost in memory to the outermost, each with how its elements follow
+those inside: 0 without a gap, 1 with a gap of one element of the next dimension, else the complement of its stride."""
 
-    A part of a larger tensor (``padded[:, :longest]``) keeps the strides of the whole.
+
+@functools.lru_cache(maxsize=4096)
+def layout_of(shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
+    """What tensors of other sizes that lie alike have in common; None of row-major ones.
+
+    A part of a larger tensor (``padded[:, :longest]``) keeps the strides of the whole, or lacks one element
+    (``tokens[:, :-1]``).
 
     Args:
         shape: of a tensor.
         stride: of it.
-
-    Returns:
-        the order of a dense tensor, as :func:`memory_order`; ``stride``, with -1 before it, of one with gaps or
-        overlaps; None of a row-major one.
     """
-    spec = TensorSpec(tuple(shape), stride, torch.float32, torch.device("cpu"))
-    if not is_dense(spec):
-        return (-1, *stride)
-    order = memory_order(spec)
-    return None if order == tuple(range(len(shape))) else order
+    large = [d for d, size in enumerate(shape) if size != 1]
+    found, dense, gap = list[tuple[int, int]](), 1, 1
+    for d in sorted(large, key=lambda d: (stride[d], -d)):
+        how = 0 if stride[d] == dense else 1 if found and stride[d] == dense + gap else ~stride[d]
+        found.append((d, how))
+        dense, gap = stride[d] * shape[d], stride[d]
+    is_row_major = [d for d, _ in found] == large[::-1] and not any(how for _, how in found)
+    return None if is_row_major else tuple(found)
 
 
-def strides_as(layout: tuple[int, ...] | None, shape: Sequence[Any]) -> tuple[Any, ...]:
+def strides_as(layout: Layout | None, shape: Sequence[Any]) -> tuple[Any, ...]:
     """Strides of a tensor of another shape with the layout of :func:`layout_of`; sizes may be symbols.
 
-    A symbol that would make parts of a larger tensor overlap is compared with the strides, which is a condition on it.
+    A symbol is compared with the strides of a larger tensor, which its part is within.
     """
-    if layout is not None and layout[0] == -1:
-        stride = layout[1:]
-        inner = sorted(range(len(shape)), key=lambda d: (stride[d], d))
-        for near, far in itertools.pairwise(inner):
-            if not shape[near] * stride[near] <= stride[far]:
-                break
-        return stride
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(range(len(shape)) if layout is None else layout):
-        strides[dim] = step
-        step = step * shape[dim]
-    return tuple(strides)
+    if layout is None:
+        layout = tuple([(d, 0) for d in reversed(range(len(shape)))])
+    strides, dense, gap = dict[int, Any](), 1, 1
+    for d, how in layout:
+        strides[d] = dense + gap * how if how >= 0 else ~how
+        bool(how >= 0 or dense <= strides[d])  # of symbols this is a condition
+        dense, gap = strides[d] * shape[d], strides[d]
+    return tuple([strides.get(d, dense) for d in range(len(shape))])
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

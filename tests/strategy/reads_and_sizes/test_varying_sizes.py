@@ -61,6 +61,13 @@ class Turned(Tokens):
         return {"tokens": super().__getitem__(index)["tokens"].t().contiguous().t()}
 
 
+class Shifted(Tokens):
+    """All but the last of each row: a view with a gap of one."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": F.pad(super().__getitem__(index)["tokens"], (0, 1))[:, :-1]}
+
+
 class Model(L.LightningModule):
     """An embedding, a body that subclasses choose, and a head."""
 
@@ -373,7 +380,7 @@ def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
     assert compare(kind, [(4, n) for n in LENGTHS]) <= graphs
 
 
-@pytest.mark.parametrize("data", [Truncated, Turned])
+@pytest.mark.parametrize("data", [Truncated, Turned, Shifted])
 @pytest.mark.parametrize("kind", [Transformer, Lies])
 def test_batches_that_lie_otherwise_have_one_graph(kind: type[Model], data: type[Tokens]) -> None:
     graphs = 3 if kind is Lies else 2  # there a length of two is one of one
