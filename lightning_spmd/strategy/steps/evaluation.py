@@ -126,9 +126,9 @@ class EvaluationSteps(TrainingIteration):
             request = StepRequest(batch, variant, arguments)
             part = self.table.step_key(request)
             self._met, following.graphs_infer = not is_first, torch.is_inference_mode_enabled()
+            meeting = self._meeting(request)
             self.table.open.note(batch)
             vary = tuple(self.table.open.wanted(batch))
-            meeting = self._meeting(request)
             pieces = self._pieces_of(request, meeting)
             beginning = functools.partial(self._run_beginning, request, pieces)
             with contextlib.nullcontext() if meeting is None else meeting.streams:

@@ -174,9 +174,9 @@ class TrainingIteration:
             variant = dataclasses.replace(variant, own_batch=True) if own else variant
             request = StepRequest(batch, variant, arguments, clip)
             part = self.table.step_key(request)
-            if not own:
-                self.table.open.note(batch)
             meeting = self._meeting(request)
+            if not own:
+                self.table.open.note(batch)  # as it lies once the ranks have met
             keeps = following.may_run_again or meeting is not None and meeting.is_new
             before = AsBefore(self.context.module, tensors=True) if keeps else None
             pieces = self._pieces_of(request, meeting)

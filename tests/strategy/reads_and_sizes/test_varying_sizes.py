@@ -450,6 +450,14 @@ class TruncatedPart(Part):
         return {"tokens": F.pad(tokens, (0, LONGEST - tokens.shape[1]))[:, : tokens.shape[1]]}
 
 
+class TurnedOnOne(TurnedPart):
+    """Turned on the first rank alone."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = super().__getitem__(index)["tokens"]
+        return {"tokens": tokens if os.environ["RANK"] == "0" else tokens.contiguous()}
+
+
 def run_on_ranks(
     kind: type[Model], sizes: Sequence[tuple[int, int]], options: dict[str, Any], data: type[Tokens] = Part
 ) -> tuple[Any, int, int]:
@@ -487,7 +495,7 @@ def test_two_ranks_equal_one_device(
         assert tuple(length for _, length, _ in seen) == lengths
 
 
-@pytest.mark.parametrize("data", [TruncatedPart, TurnedPart])
+@pytest.mark.parametrize("data", [TruncatedPart, TurnedPart, TurnedOnOne])
 def test_two_ranks_have_batches_that_lie_otherwise(two_ranks: RankPool, data: type[Tokens]) -> None:
     sizes = tuple((4, n) for n in LENGTHS)
     losses, *_ = zip(*eager(Arithmetic, sizes)[0], strict=True)
