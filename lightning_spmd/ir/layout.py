@@ -58,8 +58,9 @@ def strides_in_order(shape: Sequence[int], order: Sequence[int]) -> tuple[int, .
 
 
 Layout = tuple[tuple[int, int], ...]
-"""Dimensions of more than one element from the innermost in memory to the outermost, each with how its elements follow
-those inside: 0 without a gap, 1 with a gap of one element of the next dimension, else the complement of its stride."""
+"""Dimensions from the innermost in memory to the outermost, each with how its elements follow those inside: 0 without a
+gap, 1 with a gap of one element of the next dimension, else the complement of its stride. Kernels look at strides of
+dimensions of size one, too: images of one channel may lie with channels last."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -73,14 +74,12 @@ def layout_of(shape: Sequence[int], stride: Sequence[int]) -> Layout | None:
         shape: of a tensor.
         stride: of it.
     """
-    large = [d for d, size in enumerate(shape) if size != 1]
     found, dense, gap = list[tuple[int, int]](), 1, 1
-    for d in sorted(large, key=lambda d: (stride[d], -d)):
+    for d in sorted(range(len(shape)), key=lambda d: (stride[d], -d)):
         how = 0 if stride[d] == dense else 1 if found and stride[d] == dense + gap else ~stride[d]
         found.append((d, how))
-        dense, gap = stride[d] * shape[d], stride[d]
-    is_row_major = [d for d, _ in found] == large[::-1] and not any(how for _, how in found)
-    return None if is_row_major else tuple(found)
+        dense, gap = (dense, gap) if shape[d] == 1 else (stride[d] * shape[d], stride[d])
+    return None if found == [(d, 0) for d in reversed(range(len(shape)))] else tuple(found)
 
 
 def strides_as(layout: Layout | None, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -94,8 +93,9 @@ def strides_as(layout: Layout | None, shape: Sequence[Any]) -> tuple[Any, ...]:
     for d, how in layout:
         strides[d] = dense + gap * how if how >= 0 else ~how
         bool(how >= 0 or dense <= strides[d])  # of symbols this is a condition
-        dense, gap = strides[d] * shape[d], strides[d]
-    return tuple([strides.get(d, dense) for d in range(len(shape))])
+        is_one = type(shape[d]) is int and shape[d] == 1
+        dense, gap = (dense, gap) if is_one else (strides[d] * shape[d], strides[d])
+    return tuple([strides[d] for d in range(len(shape))])
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -151,8 +151,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a transposed batch lies plainly in graphs",
         CAPTURE,
         "ir/layout.py",
-        "    is_row_major = [d for d, _ in found] == large[::-1] and",
-        "    is_row_major =",
+        "    return None if found == [(d, 0) for d in reversed(range(len(shape)))] else",
+        "    return None if not any(how for _, how in found) else",
         (SIZES,),
     ),
     Mutant(

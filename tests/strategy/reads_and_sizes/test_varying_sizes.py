@@ -244,6 +244,23 @@ class Resized(Model):
         return self.linear((image + back).sum(1)) + F.max_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
 
 
+class Images(Tokens):
+    """Images of one channel, with channels last: strides of one element are what kernels look at."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        rows, length = self.sizes[index]
+        images = torch.randn(rows, 1, length, WIDTH, generator=torch.Generator().manual_seed(index))
+        return {"tokens": images.to(memory_format=torch.channels_last)}
+
+
+class Convolved(Resized):
+    """What a convolution gives lies as its operand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.ran += 1
+        return {"loss": F.relu(self.convolution(batch["tokens"])).square().mean((0, 2, 3)).sum()}
+
+
 class _Summed(torch.autograd.Function):
     """Its gradient is written into, from a place that depends on the size."""
 
@@ -385,6 +402,10 @@ def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
 def test_batches_that_lie_otherwise_have_one_graph(kind: type[Model], data: type[Tokens]) -> None:
     graphs = 3 if kind is Lies else 2  # there a length of two is one of one
     assert compare(kind, [(4, n) for n in LENGTHS], data) == graphs
+
+
+def test_images_of_one_channel_lie_with_channels_last() -> None:
+    assert compare(Convolved, [(4, n) for n in LENGTHS], Images) == 2
 
 
 def test_a_batch_is_as_long_as_the_whole_now_and_then() -> None:

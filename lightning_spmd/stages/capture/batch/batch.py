@@ -122,7 +122,7 @@ class Batch:
         """
         described = tuple(
             (
-                *((self._sizes(i), _order(t)) if sizes else (self.is_shared(i), _layout(t))),
+                *((self._sizes(i), self._order(t)) if sizes else (self.is_shared(i), layout_of(t.shape, t.stride()))),
                 *(t.ndim, t.dtype, t.device, t.requires_grad),
             )
             for i, t in zip(self.tensors, self.tensor_values, strict=True)
@@ -131,7 +131,7 @@ class Batch:
 
     def own_key(self) -> tuple[Any, ...]:
         """What must be equal for two batches of this rank to run the same graph, where the batch is the rank's own."""
-        described = tuple((t.shape, t.dtype, t.device, t.requires_grad, _order(t)) for t in self.tensor_values)
+        described = tuple((t.shape, t.dtype, t.device, t.requires_grad, self._order(t)) for t in self.tensor_values)
         return (structure(self.tree), tuple(self.tensors), described)
 
     def kinds(self) -> tuple[Any, ...]:
@@ -145,6 +145,11 @@ class Batch:
         """Shape of a tensor leaf without its rows."""
         shape = tuple(self.values[index].shape)
         return ("shared", *shape) if self.is_shared(index) else shape[1:]
+
+    def _order(self, tensor: Tensor) -> Any:
+        """Strides where they are not the plain ones: kernels depend on them. Plain ones contain the number of rows."""
+        is_plain = tensor.is_contiguous() if self._own is not None else layout_of(tensor.shape, tensor.stride()) is None
+        return True if is_plain else tensor.stride()
 
     def shared_key(self) -> tuple[Any, ...]:
         """What must be equal for the batches of all ranks to be one.
@@ -260,16 +265,6 @@ def _digest(tensor: Tensor) -> str:
     numbers = tensor.detach().reshape(-1).to(torch.complex128 if tensor.is_complex() else torch.float64)
     places = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device)
     return repr((tuple(tensor.shape), numbers.sum().item(), (numbers * places.sqrt()).sum().item()))
-
-
-def _order(tensor: Tensor) -> Any:
-    """Strides where they are not the plain ones: kernels depend on them. Plain ones contain the number of rows."""
-    return True if tensor.is_contiguous() else tensor.stride()
-
-
-def _layout(tensor: Tensor) -> Any:
-    """What a tensor of other sizes would lie as."""
-    return None if tensor.is_contiguous() else layout_of(tensor.shape, tensor.stride())
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
