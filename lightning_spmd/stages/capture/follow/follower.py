@@ -85,7 +85,9 @@ class Follower:
         if not places or self._key() in self._roots:  # from before sizes were seen to vary
             return None
         key = tuple(places), _kind_of_batch(places, self._key())
-        found = self._trees.setdefault(key, OpenTree(places))
+        found = self._trees.get(key)
+        if found is None:
+            found = self._trees[key] = OpenTree(places)
         return None if found.has_failed else found
 
     def others(self, places: Sequence[Dimension]) -> list[tuple[tuple[int, ...], Note]]:
