@@ -153,7 +153,6 @@ class CountFormulas:
         self.opaque: dict[int, set[int]] = {}
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
-
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
     def end(self) -> None:
@@ -534,7 +533,7 @@ class _Pass:
     """
 
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
-        self._every, self._step, self._begin, self._first_new = every, step, begin, first_new
+        self._every, self._step, self._begin = every, step, begin
         self.at = begin
         number, pins = len(step.counts), pins_of(step.notes)
         ties = every.all_ties()
