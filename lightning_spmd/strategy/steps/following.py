@@ -28,6 +28,7 @@ from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.count_formulas import samples_of_path
+from lightning_spmd.stages.capture.follow.counts import with_open_number
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.follower import MANY_CALLS, Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
@@ -710,7 +711,7 @@ class Following:
         program = self._program(
             step, wants, source, logs() if is_own else (), in_parts=meeting is not None and not is_own
         )
-        way = step.path, program.at
+        way = step.path, program.at if step.has_data_counts else None
         self._taken[way] = self._taken.pop(way, 0) + 1
         if len(self._taken) > _REMEMBERED:
             del self._taken[next(iter(self._taken), way)]
@@ -799,8 +800,13 @@ class Following:
         )
         if step.has_counts:
             counts, samples = self._counts_of_path(step, for_all=for_all, in_parts=in_parts)
+            if samples and (note := with_open_number(step.notes)) is not None:
+                place, samples = f" at {note.source}" if note.source else "", []
+                why_not = f"{note.name} is given other numbers in other steps{place}"
             at, for_all = None if samples else tuple(step.counts), for_all and bool(samples)
-            program = dataclasses.replace(program, counts=counts, samples=samples, at=at, for_all_sizes=for_all)
+            program = dataclasses.replace(
+                program, counts=counts, samples=samples, at=at, for_all_sizes=for_all, why_not=why_not
+            )
         return program
 
     def _counts_of_path(self, step: Step, *, for_all: bool, in_parts: bool) -> tuple[Counts, list[tuple[int, ...]]]:

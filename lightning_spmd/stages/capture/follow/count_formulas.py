@@ -65,6 +65,10 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
+_SMALL = (2, 3, 4, 6, 9)
+"""Sizes of batches with which these are tried as well."""
+_FAR = 512
+"""Up to where sizes of batches are tried so; of long ones up to eight times as far. Beyond there is another path."""
 _SEEDS = 24
 _MOST_DECIDED = 4
 """Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
@@ -545,7 +549,10 @@ class _Pass:
         self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
         self._own = _Run(step, tuple(step.counts))
         known = [condition for _, condition in every.asked(begin)]
-        more = mixed(number, _MORE, pins, ties, known) if every.opaque else []
+        self._bound = max(_FAR, 8 * max(step.counts[: step.opened], default=0))
+        # what C++ decides shows in Python's implementations as little as where nothing runs on symbols
+        more = [*self._extremes(samples[0], pins, ties), *mixed(number, _MORE, pins, ties, known)]
+        more = more if every.opaque or every.by_python else []
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
             alike = mixed(number, _MORE // 4, pins, ties, [*known, *(condition.formula for condition in dropped)])
@@ -570,6 +577,13 @@ class _Pass:
         self._skipped = self._before_counts()
         for run in self._every_run:
             run.assume(self._skipped)
+
+    def _extremes(self, sample: Sequence[int], pins: Mapping[int, int], ties: Ties) -> list[list[int]]:
+        """Counts with small sizes of the batch, and with those of other steps."""
+        step = self._step
+        known = () if step.tree is None else step.tree.known
+        sizes = [*known, *([n] * step.opened for n in (*_SMALL, self._bound) if step.opened)]
+        return [with_ties([*one, *sample[step.opened :]], pins, ties) for one in sizes]
 
     def _before_counts(self) -> list[tuple[Note, list[TensorSpec]]]:
         """The calls that are not made whose results are wanted: by later calls, or as the loss."""
@@ -702,14 +716,17 @@ class _Pass:
         for index, (run, got) in enumerate(zip(self._more, self._shapes(self._more, known), strict=True)):
             if run is not None and more[index] == got and run.slices_less(self._runs[0]):
                 self._more[index] = more[index] = None  # what takes all is looked at by itself
-        if is_opaque:
+        if is_opaque or self._every.by_python:
             likeness = self._likeness()
             its = [run is not None and (run.kind != kind or likeness.of(run) is not _LIKE) for run in self._more]
             if more != self._shapes(self._more, known) or any(its) or depth in self._untold:
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
                 )
-            self._symbolic.assume([(call, known)])
+            if is_opaque:
+                self._symbolic.assume([(call, known)])
+            sizes = [i for i in self._open if i < self._step.opened]
+            conditions += [Condition(Formula(f"s{i} <= {self._bound}")) for i in sizes if is_new]
         if is_new:
             conditions += self._slices_of(note, made)
             wanted = self._shapes(self._few, known)
@@ -1003,8 +1020,7 @@ class _Pass:
         """Numbers that no size depends on are inputs where other steps have others."""
         known = self._every.known_before(note)
         for place, leaf in leaves_by_place((note.args, note.kwargs)):
-            is_free = type(leaf) is float or (type(leaf) is int and keeps_shapes(note.func))
-            if is_free and place not in note.plain:
+            if type(leaf) in (int, float) and keeps_shapes(note.func) and place not in note.plain:
                 theirs = (its[place] for _, its in self._companions.seen(known) if type(its.get(place)) is type(leaf))
                 if not all(same_constant(number, leaf) for number in theirs):
                     note.free.add(place)

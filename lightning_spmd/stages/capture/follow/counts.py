@@ -20,7 +20,10 @@ from lightning_spmd.ir.counted import CountFits
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Condition, Formula, Size
 from lightning_spmd.ir.unify import Apart
+from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import Note, formulas_in
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 
 Told = Mapping[int, Sequence[int]]
@@ -152,6 +155,16 @@ def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:
     """The counts on which sizes depend."""
     numbers = [number for spec in specs for number in (*spec.shape, *spec.stride)]
     return frozenset(i for number in numbers if isinstance(number, Formula) for i in number.names())
+
+
+def with_open_number(notes: Iterable[Note]) -> Note | None:
+    """The first call with a number that is another one in other steps, and decides what is done with tensors of a size.
+
+    A window (``x[:, start : start + 8]``) would be elsewhere, or nowhere, in what graphs for all counts are made with,
+    and what torch decides on sizes was looked at with another number.
+    """
+    calls = (note for note in notes if note.free and not isinstance(note.func, (EngineCall, CallByHand)))
+    return next((note for note in calls if not keeps_shapes(note.func)), None)
 
 
 def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]]:

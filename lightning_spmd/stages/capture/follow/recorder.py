@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,15 @@ from lightning_spmd.stages.capture.follow.notes import (
     Made,
     Note,
     Outside,
+    Place,
     Source,
+    in_step,
+    leaf_at,
     leaves_by_place,
     mapped,
     sources_in,
     tensors_in,
+    with_numbers,
 )
 from lightning_spmd.stages.capture.follow.refused_dtypes import check_dtypes
 from lightning_spmd.stages.capture.follow.same_calls import same_before
@@ -407,8 +411,15 @@ class Recorder:
                 note.written.add(source.index)
         recording.values.engine.close()
 
-    def is_as_large(self, note: Note, args: Any, kwargs: Any) -> bool:
-        """Whether the results of a call with other numbers have the noted sizes."""
+    def is_alike(self, note: Note, args: Any, kwargs: Any, numbers: Mapping[Place, Any]) -> bool:
+        """Whether the results of a call with other numbers have the noted sizes, and are made by the same operators.
+
+        Args:
+            note: the call that is known.
+            args: of the call.
+            kwargs: likewise.
+            numbers: those that are others, by place.
+        """
         step = self._step
         if keeps_shapes(note.func):
             return True
@@ -422,15 +433,24 @@ class Recorder:
                     return torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=seen.device)
             return recording.values.of(source) if source is not None else value
 
+        def made_of(given: Any) -> tuple[list[Tensor], list[Any]]:
+            recording.below.seen = []
+            with recording.active(), torch.no_grad():
+                made = new_tensors(note.func(*given[0], **given[1]), given)
+            return made, [func for func, *_ in recording.below.seen]
+
         try:
             with step.beside():
                 given = mapped(fake, (args, kwargs))
-                with recording.active(), torch.no_grad():
-                    out = note.func(*given[0], **given[1])
-            made = new_tensors(out, given)
+                made, operators = made_of(given)
+                # a norm's order, for one, chooses the kernel
+                known = {
+                    p: in_step(leaf_at((note.args, note.kwargs), p)) for p, n in numbers.items() if type(n) is float
+                }
+                is_other = bool(known) and made_of(with_numbers(given, known))[1] != operators
         except Exception:  # then the call itself will say so
             return False
-        return [TensorSpec.of(t) for t in made] == note.specs_at(step.counts)
+        return not is_other and [TensorSpec.of(t) for t in made] == note.specs_at(step.counts)
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether a batch of other sizes fits the calls so far, and one that could not be recorded.

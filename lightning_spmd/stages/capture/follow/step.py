@@ -660,7 +660,7 @@ class Step(StepState, TorchFunctionMode):
             if note.func != func or note.around != around or note.reads or not self.data_counts.may_be(note):
                 continue
             found = numbers_that_differ(note, args, kwargs, self)
-            if found is not None and (not found or self.recorder.is_as_large(note, args, kwargs)):
+            if found is not None and (not found or self.recorder.is_alike(note, args, kwargs, found)):
                 if found and not found.keys() <= note.free:
                     note.free |= found.keys()
                     note.take = None

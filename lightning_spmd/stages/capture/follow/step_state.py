@@ -355,7 +355,7 @@ class StepState:
         if self.known_numbers is not None:
             return {place: value for (depth, place), value in self.known_numbers.items() if depth == note.depth}
         held = self.held[note.depth]
-        return {place: leaf_at(held, place) for place in note.free}
+        return {place: leaf_at(held, place) for place in sorted(note.free, key=repr)}  # on all ranks alike
 
     def settle(self) -> None:
         """Write the step's gradients into ``.grad``."""
