@@ -122,7 +122,7 @@ def _facts(built: Built) -> Facts:
         "gathered": Counter(),
         "exchanges": exchanges(step, captured),
         "prefixes": [stable_hash(describe(prefix)) for prefix in built.prefixes],
-        "general": built.executable.sizes is not None,
+        "general": bool(built.executable.sizes and built.executable.sizes.places),
     }
     for node in nodes:
         if "all_gather" in _name(node):

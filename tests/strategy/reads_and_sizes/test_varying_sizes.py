@@ -319,6 +319,24 @@ class Indexes(Model):
         return x
 
 
+class Windowed(Model):
+    """A window that begins elsewhere in each step: in what graphs for all sizes are made with there is nothing."""
+
+    def body(self, x: Tensor) -> Tensor:
+        begin = random.Random(self.ran).randint(0, x.shape[1] - 2)
+        return self.linear(x) + F.dropout(x[:, begin : begin + 2], 0.5).mean(1, keepdim=True)
+
+
+class Chained(Model):
+    """Which product is first depends on the length, and which formula a distance has."""
+
+    def body(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        order = 2.0 if self.ran % 3 else 3.0
+        chain = torch.linalg.multi_dot([self.linear.weight[:3], x[0].t(), y[0], self.linear.weight[:, :5]])
+        return y + torch.cdist(y, x, order).mean(-1, keepdim=True) + chain.mean() * 1e-2
+
+
 class Record(L.Callback):
     """What a run shows at each step."""
 
@@ -402,6 +420,11 @@ def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:
 def test_batches_that_lie_otherwise_have_one_graph(kind: type[Model], data: type[Tokens]) -> None:
     graphs = 3 if kind is Lies else 2  # there a length of two is one of one
     assert compare(kind, [(4, n) for n in LENGTHS], data) == graphs
+
+
+@pytest.mark.parametrize("kind", [Windowed, Chained])
+def test_numbers_and_sizes_that_decide_together_are_eager_s(kind: type[Model]) -> None:
+    compare(kind, [(4, n) for n in (*LENGTHS, 700, 5)])
 
 
 def test_images_of_one_channel_lie_with_channels_last() -> None:

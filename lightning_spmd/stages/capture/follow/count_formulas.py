@@ -168,8 +168,9 @@ class CountFormulas:
             self._find()
             return
         sizes, ends = tuple(step.counts[: step.opened]), self._met(are_alike=False)
-        # counts that data decide are others in nearly every step
-        if self._new < len(step.notes) and isinstance(ends, Note) and not step.has_data_counts:
+        # counts that data decide are others in nearly every step; and if any path is for all sizes, this one may be
+        is_alone = isinstance(ends, Note) and not (step.has_data_counts or tree.are_confirmed)
+        if self._new < len(step.notes) and isinstance(ends, Note) and is_alone:
             place = f" at {ends.source}" if ends.source else ""
             tree.alone(step.path, sizes, f"the step makes other calls for other sizes: {ends.name}{place}")
             return
@@ -712,6 +713,9 @@ class _Pass:
         known = found or specs[0]
         few_runs = list(self._few)
         self._calls.append(call)
+        for index, run in enumerate(self._more):  # it is another call there
+            if run is not None and not all(condition.holds(run.counts) for condition in conditions):
+                self._more[index] = None
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
         for index, (run, got) in enumerate(zip(self._more, self._shapes(self._more, known), strict=True)):
             if run is not None and more[index] == got and run.slices_less(self._runs[0]):

@@ -121,10 +121,15 @@ class Reads:
         step.here.children.append(note)
         return note
 
-    def decide_sizes(self) -> None:
-        """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on."""
+    def decide_sizes(self, *, lists_alone: bool) -> None:
+        """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on.
+
+        Args:
+            lists_alone: so far it has had other numbers with other counts alone, of which single ones may follow.
+        """
         for note in self._step.notes:
-            if note.whole is not None and (len(note.whole) == 1 or self._are_used(note)):
+            is_one = note.whole is not None and len(note.whole) == 1
+            if note.whole is not None and ((is_one and not lists_alone) or self._are_used(note)):
                 self._step.follower.sizes_at.setdefault(note.source, 0)
 
     @staticmethod
@@ -135,7 +140,7 @@ class Reads:
             return False
         while note.children and wanted:
             note = note.children[0]
-            wanted -= {leaf for _, leaf in leaves_by_place((note.args, note.kwargs)) if type(leaf) is int}
+            wanted -= {int(leaf) for _, leaf in leaves_by_place((note.args, note.kwargs)) if isinstance(leaf, int)}
         return not wanted
 
     def _count(self, numbers: list[int], func: Any, args: Any, kwargs: Any) -> None:

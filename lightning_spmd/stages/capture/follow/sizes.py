@@ -63,7 +63,7 @@ class OpenTree:
     @property
     def has_failed(self) -> bool:
         """Whether each size has a tree of its own."""
-        return len(self._pinned) >= _FAILURES and not self._are_confirmed
+        return len(self._pinned) >= _FAILURES and not self.are_confirmed
 
     def begin(self, given: Sequence[Tensor]) -> tuple[int, ...]:
         """A step with these tensors of the batch begins. Returns the sizes."""
@@ -90,10 +90,11 @@ class OpenTree:
     @property
     def why_not(self) -> str | None:
         """Why each size has a graph of its own, for users; None if some do not, or one alone was seen."""
-        return self.reason if len(self._confirmed) > 1 and not self._are_confirmed else None
+        return self.reason if len(self._confirmed) > 1 and not self.are_confirmed else None
 
     @property
-    def _are_confirmed(self) -> bool:
+    def are_confirmed(self) -> bool:
+        """Whether some path was seen with more than one size."""
         return any(len(seen) > 1 for seen in self._confirmed.values())
 
     def alone(self, path: int, values: tuple[int, ...], reason: str) -> None:

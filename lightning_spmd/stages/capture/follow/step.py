@@ -655,12 +655,14 @@ class Step(StepState, TorchFunctionMode):
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
-        known, sizes_differ = len(self.outside), False
+        known, sizes_differ, lists_differ = len(self.outside), False, False
         for note in reversed(self.here.children):
-            if note.func != func or note.around != around or note.reads or not self.data_counts.may_be(note):
+            if note.func != func or note.around != around or note.reads:
                 continue
             found = numbers_that_differ(note, args, kwargs, self)
-            if found is not None and (not found or self.recorder.is_alike(note, args, kwargs, found)):
+            if not self.data_counts.may_be(note):
+                lists_differ = lists_differ or bool(found)
+            elif found is not None and (not found or self.recorder.is_alike(note, args, kwargs, found)):
                 if found and not found.keys() <= note.free:
                     note.free |= found.keys()
                     note.take = None
@@ -668,10 +670,11 @@ class Step(StepState, TorchFunctionMode):
                     note.take = never if note.anew else None
                     note.anew = True
                 return self.take(note, args, kwargs)
-            sizes_differ = sizes_differ or bool(found)
+            else:
+                sizes_differ = sizes_differ or bool(found)
             self.recorder.unmet(known)
-        if sizes_differ:
-            self.reads.decide_sizes()
+        if sizes_differ or lists_differ:
+            self.reads.decide_sizes(lists_alone=not sizes_differ)
         if self.generator.watch():
             return self.called(func, args, kwargs)
         if self.knows_too_many() and not self.must_be_graph:
