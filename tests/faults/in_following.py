@@ -172,14 +172,6 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (SIZES,),
     ),
     Mutant(
-        "what C++ decides is what Python's implementations decide",
-        CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
-        "        if is_opaque or self._every.by_python:\n",
-        "        if False:\n",
-        (SIZES,),
-    ),
-    Mutant(
         "sizes that no other step has had are looked at at once",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
