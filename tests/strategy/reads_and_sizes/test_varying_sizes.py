@@ -481,19 +481,12 @@ class Part(Tokens):
         return {name: value[rank * rows : (rank + 1) * rows] for name, value in super().__getitem__(index).items()}
 
 
-class TurnedPart(Part):
+class TurnedPart(Turned, Part):
     """The same, turned."""
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"tokens": super().__getitem__(index)["tokens"].t().contiguous().t()}
 
-
-class TruncatedPart(Part):
+class TruncatedPart(Truncated, Part):
     """The same, of a longer whole."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        tokens = super().__getitem__(index)["tokens"]
-        return {"tokens": F.pad(tokens, (0, LONGEST - tokens.shape[1]))[:, : tokens.shape[1]]}
 
 
 class TurnedOnOne(TurnedPart):
