@@ -80,7 +80,10 @@ def products_for_all(
         fits: finds formulas of these.
     """
     found: list[tuple[torch.dtype, Formula | int]] = []
-    for each in zip(*map(_products, steps), strict=True):
+    rows = list(map(_products, steps))
+    if len(set(map(len, rows))) > 1:  # of nothing in one of them
+        return None
+    for each in zip(*rows, strict=True):
         values = tuple(int(flops) for _, flops in each)
         try:
             found.append((each[0][0], values[0] if len(set(values)) == 1 else fits.formula(values)))

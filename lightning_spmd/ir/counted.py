@@ -103,11 +103,12 @@ def samples_within(
         Apart: there are hardly any.
     """
     conditions, open_ties = list(conditions), {i: formula for i, formula in ties.items() if i not in pins}
-    free, found = [i for i in range(number) if i not in pins and i not in ties], None
+    found: list[tuple[int, ...]] | None = None
     if all(max(formula.names()) < i for i, formula in open_ties.items()):
         with contextlib.suppress(Apart):
             found = _chosen(number, pins, conditions, open_ties, seed, others)
-            if all(len({sample[i] for i in free}) == len(free) for sample in found):
+            apart = _of_their_own(number, pins, open_ties)
+            if all(len({sample[i] for i in apart}) == len(apart) for sample in found):
                 return found
     try:  # equal ones would be one number of a graph
         draws = _DRAWS if found is None else _DRAWS // 4
@@ -116,6 +117,12 @@ def samples_within(
         if found is None:
             raise
         return found
+
+
+def _of_their_own(number: int, pins: Mapping[int, int], ties: Ties) -> list[int]:
+    """The counts that differ from others in some steps."""
+    same = {f"s{i}" for i in range(number)}
+    return [i for i in range(number) if i not in pins and not (i in ties and str(ties[i]) in same)]
 
 
 def _chosen(
@@ -172,6 +179,7 @@ def _drawn(
     """At random, until they fulfill the conditions: of a sum and its parts none can be chosen after the other."""
     draws, found = random.Random(seed), list[tuple[int, ...]]()
     free = [i for i in range(number) if i not in pins and i not in ties]
+    apart = _of_their_own(number, pins, ties)
     asked = Formula(" and ".join(f"({formula})" for formula in conditions) or "True")
     for row, likely in enumerate(samples_of(number, seed=seed)):
         for attempt in range(tries):
@@ -180,8 +188,8 @@ def _drawn(
             counts = with_ties(_moved(chosen, pins, ties), pins, ties)
             if min(counts, default=0) < 2 or not asked.at(counts):
                 continue
-            different = {counts[i] for i in free}
-            if len(different) < len(free) and attempt < tries * 3 // 4:
+            different = {counts[i] for i in apart}
+            if len(different) < len(apart) and attempt < tries * 3 // 4:
                 continue
             columns = [[*(one[i] for one in found), counts[i]] for i in free]
             if any(len(set(column)) < len(column) for column in columns):
@@ -226,32 +234,34 @@ def with_ties(counts: Sequence[Any], pins: Mapping[int, int], ties: Ties) -> lis
     return found
 
 
-def tie_of(condition: Condition, number: int) -> tuple[int, Formula] | None:
+def tie_of(condition: Condition, number: int, told: Collection[int] = ()) -> tuple[int, Formula] | None:
     """The count that follows from others if a condition holds, and how; None if it does not say so.
 
     Args:
         condition: ``s0 == s1 + s2``.
         number: of counts. The last one of the condition follows, so that where it is known all others are.
+        told: those that Python tells, which may also follow from numbers: the parts of a tensor of one size.
     """
     sides = condition.formula.code.split(" == ")
     if len(sides) != 2 or condition.formula.factor != (1, 1):
         return None
     names = sorted(condition.formula.names())
     difference, draws, last = Formula(f"({sides[0]}) - ({sides[1]})"), random.Random(0), condition.last
-    if len(names) < 2 or difference.at([0] * number):
+    rest = difference.at([0] * number) or 0
+    if len(names) < 2 or (rest and last not in told):
         return None  # a number beside them may be a count of this step that was taken for a constant
     for one, other in (sides, reversed(sides)):
         if one == f"s{last}" and last not in Formula(other).names():
             return last, Formula(other)
-    factors = {i: difference.at([int(i == j) for j in range(number)]) or 0 for i in names}
+    factors = {i: (difference.at([int(i == j) for j in range(number)]) or 0) - rest for i in names}
     points = [[draws.randrange(2, 1000) for _ in range(number)] for _ in range(8)]
-    if any(difference.at(p) != sum(f * p[i] for i, f in factors.items()) for p in points):
+    if any(difference.at(p) != rest + sum(f * p[i] for i, f in factors.items()) for p in points):
         return None  # more than a sum
     below = -factors.pop(last)
-    if not below or any(f % below for f in factors.values()):
+    if not below or any(f % below for f in (*factors.values(), rest)):
         return None
     terms = [f"s{i}" if f == below else f"{f // below}*s{i}" for i, f in factors.items()]
-    return last, Formula(" + ".join(terms))
+    return last, Formula(" + ".join([*terms, *([str(rest // below)] if rest else [])]))
 
 
 def are_fixed(condition: Condition, number: int) -> bool:
@@ -360,6 +370,7 @@ class CountFits(Fits):
 
     def __init__(self, counts: Counts, samples: Sequence[tuple[int, ...]], *, rounds: bool = False) -> None:
         super().__init__(counts, samples, self._of_whole_numbers)
+        self.counts = counts
         self._columns, self._rounds = list(zip(*samples, strict=True)), rounds
         self._sums: dict[tuple[Fraction, ...], tuple[int, int]] | None = None
         self._learned: dict[tuple[int, ...], Formula] = {}
@@ -391,6 +402,11 @@ class CountFits(Fits):
             found = _linear(values, product, f"{code} * {its}")
             if found is not None:
                 return found[0]
+        places = dict(known)
+        for column, code in known:  # an end, or what is left
+            for rest, sign in ((zip(values, column, strict=True), "+"), (zip(column, values, strict=True), "-")):
+                if (other := places.get(tuple(a - b for a, b in rest))) is not None:
+                    return Formula(f"{code} {sign} {other}")
         for i, column in enumerate(self._columns):  # pairs of rows
             for added in (1, -1):
                 product = tuple(n * (n + added) for n in column)
@@ -459,21 +475,21 @@ def for_all_counts(steps: Sequence[ShardedStep], fits: CountFits) -> ShardedStep
         Apart: they have no common form.
     """
     step = joined(steps, fits)
-    _check_order(step.graph_module.graph, len(fits.sizes.places))
+    _check_order(step.graph_module.graph, {*range(fits.counts.opened), *fits.counts.told})
     return step
 
 
-def _check_order(graph: fx.Graph, known_before: int) -> None:
+def _check_order(graph: fx.Graph, known: set[int]) -> None:
     """Raise if a number is needed before what it follows from is counted.
 
     Args:
         graph: the graph.
-        known_before: so many are known when it begins.
+        known: the counts that are known when it begins, with those that Python tells behind reads.
 
     Raises:
         Apart: it is.
     """
-    known = set(range(known_before))
+    known -= {i for node in graph.nodes if isinstance(node.target, HandOver) for i in node.target.counted()}
     for node in graph.nodes:
         needed: list[Size | SizeFloat] = []
         mapped(needed.append, (node.args, node.kwargs))

@@ -86,6 +86,7 @@ class HandOver:
         counts: whether Python gets whole numbers on which sizes in the graph depend.
         by_rank: positions of the counts of which this rank's own number is a value too, behind all counts. Python does
             not get it.
+        told: indices of the counts that Python tells behind it, and before it reads again.
     """
 
     def __init__(
@@ -94,13 +95,15 @@ class HandOver:
         numbers: Callable[[], tuple[Number, ...]],
         counts: HandedCounts | None = None,
         by_rank: Sequence[int] = (),
+        told: Sequence[int] = (),
     ) -> None:
         self.number, self._numbers, self._counts, self._by_rank = number, numbers, counts, tuple(by_rank)
+        self._told = tuple(told)
         self.__name__ = f"hand_over_{number}"
 
     def counting_by_rank(self, positions: Sequence[int]) -> HandOver:
         """The same in a rank's graph, which counts what this rank holds as well."""
-        return HandOver(self.number, self._numbers, self._counts, positions)
+        return HandOver(self.number, self._numbers, self._counts, positions, self._told)
 
     def chosen(self, position: int) -> tuple[int, int] | None:
         """(count, how many this rank holds of it at capture) of a value; None of one that ranks hold no parts of."""
@@ -133,11 +136,15 @@ class HandOver:
         return self._numbers()
 
     def counted(self) -> list[int]:
-        """Indices of the counts that it gives."""
+        """Indices of the counts that are known behind it."""
         if self._counts is None:
-            return []
+            return list(self._told)
         first, number = self._counts.first, self._counts.number
-        return [*range(first, first + number), *(self._counts.counts.length + first + p for p in self._by_rank)]
+        return [
+            *self._told,
+            *range(first, first + number),
+            *(self._counts.counts.length + first + p for p in self._by_rank),
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HandOver) and other.number == self.number  # of graphs of one step

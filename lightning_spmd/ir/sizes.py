@@ -159,6 +159,9 @@ class Sizes:
         """A step with this batch begins."""
         self._values = self.of(tensors)
 
+    def hear(self) -> None:
+        """Take the numbers that Python has told."""
+
     @property
     def values(self) -> tuple[int, ...]:
         """The sizes of the step that runs."""
@@ -196,16 +199,32 @@ class Counts(Sizes):
         number: of them, with the sizes of the batch.
         by_rank: whether there is a second one for each, behind all of these: how many of the elements this rank holds.
         places: positions of sizes of the batch, which are the first of them.
+        told: those that Python tells.
+        live: gives all counts of the step that runs, as far as Python knows them.
+        sizes: of the batch, which are the first counts, where there are no places.
 
     Attributes:
+        opened: so many of the first ones are sizes of the batch.
         are_apart: no graph does for all of them; each step's have their own.
     """
 
-    def __init__(self, number: int, *, by_rank: bool = False, places: Sequence[Dimension] = ()) -> None:
+    def __init__(
+        self,
+        number: int,
+        *,
+        by_rank: bool = False,
+        places: Sequence[Dimension] = (),
+        told: Sequence[int] = (),
+        live: Callable[[], Sequence[int]] = tuple,
+        sizes: Sequence[int] = (),
+    ) -> None:
         total = 2 * number if by_rank else number
         super().__init__(places, total - len(places))
         self.length, self.are_apart = number, False
+        self.told, self._live = told, live
         self.current = [0] * total
+        self.opened = len(sizes)
+        self.put(0, sizes)
 
     def put(self, first: int, values: Sequence[int]) -> None:
         """Set some of the counts.
@@ -220,6 +239,14 @@ class Counts(Sizes):
     def begin(self, tensors: Sequence[Tensor]) -> None:
         """A step begins, of which the batch is known."""
         self.put(0, self.of(tensors))
+        self.hear()
+
+    @override
+    def hear(self) -> None:
+        known = self._live()
+        for i in self.told:
+            if i < len(known):
+                self.current[i] = known[i]
 
     @property
     @override

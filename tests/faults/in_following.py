@@ -9,6 +9,7 @@ COUNTS = "tests/strategy/reads_and_sizes/test_followed_counts.py"
 NUMBERS_OF_COUNTS = "tests/strategy/reads_and_sizes/test_numbers_of_counts.py"
 READ_SIZES = "tests/strategy/reads_and_sizes/test_sizes_from_reads.py"
 SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
+TOLD = "tests/strategy/reads_and_sizes/test_told_numbers.py"
 KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
 CLASSES = "tests/strategy/following/test_other_classes.py"
@@ -164,11 +165,75 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (SIZES,),
     ),
     Mutant(
-        "a window that is elsewhere in each step has a graph for all sizes",
+        "what C++ decides on two sizes is tried with equal ones alone",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "        for i in range(number if number > 1 else 0):",
+        "        for i in range(0):",
+        (SIZES,),
+    ),
+    Mutant(
+        "an operator that fills up is one that cuts off",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "        return all(len(set(its)) > 1 or its[0] == own for own, its in zip(numbers, columns, strict=True))\n",
+        "        return True\n",
+        (SIZES,),
+    ),
+    Mutant(
+        "what is read between two numbers of Python's is that of another graph",
         CAPTURE,
         "strategy/steps/following.py",
-        "            if samples and (note := with_open_number(step.notes)) is not None:\n",
-        "            if (note := None) is not None:\n",
+        "        if program.at is not None and step.counts != list(program.at[: len(step.counts)]):\n",
+        "        if False:\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "calls before the first count have no numbers of Python's",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "for note in step.notes if note.counts or note.told), 0)\n",
+        "for note in step.notes if note.counts), 0)\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "a graph has the numbers that Python told first",
+        CAPTURE,
+        "ir/sizes.py",
+        "                self.current[i] = known[i]\n",
+        "                pass\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "what Python tells behind a read is that of the step before",
+        CAPTURE,
+        "stages/runtime/value_reads.py",
+        "                    self.executable.sizes.hear()\n",
+        "                    pass\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "numbers that Python tells may differ between ranks",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "        told = [self.counts[i] for i in told_in(self.notes)] if self.has_data_counts else []\n",
+        "        told = list[int]()\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "numbers that nothing gives are read anew in each graph",
+        CAPTURE,
+        f"{FOLLOW}/told.py",
+        "        step.follower.told_at.setdefault((note.func, note.source), 0)\n",
+        "        pass\n",
+        (TOLD,),
+    ),
+    Mutant(
+        "what is the same number for all sizes is not taken for it",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "        if not others and formula.names() - pins.keys() and stated.isdisjoint(asked):\n",
+        "        if not others and formula.names() - pins.keys():\n",
         (SIZES,),
     ),
     Mutant(
@@ -467,7 +532,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a count is its own, though it follows from others",
         CAPTURE,
         "ir/counted.py",
-        "    if len(names) < 2 or difference.at([0] * number):\n",
+        "    if len(names) < 2 or (rest and last not in told):\n",
         "    if len(names) < 2 or names:\n",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
@@ -507,8 +572,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a number that is read never becomes a count",
         CAPTURE,
         f"{FOLLOW}/step.py",
-        "            self.reads.decide_sizes(lists_alone=not sizes_differ)\n",
-        "            pass\n",
+        "        are_read = (others or lists_differ) and self.reads.decide_sizes(lists_alone=not others)\n",
+        "        are_read = False\n",
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(

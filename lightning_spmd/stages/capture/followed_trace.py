@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
-from lightning_spmd.errors import CaptureError, none_swallowed
+from lightning_spmd.errors import CaptureError, NoCommonGraphError, none_swallowed
 from lightning_spmd.ir.aliasing import storage_roots
 from lightning_spmd.ir.guards import Guards, ValueGuard
 from lightning_spmd.ir.layout import densely
@@ -300,7 +300,8 @@ class FollowedTrace:
     def _hands(self, note: Note, tensors: Sequence[Tensor], counts: HandedCounts | None) -> None:
         """Hand values to Python, and make inputs of the numbers that it computed with them."""
         live, numbers = self.program.live, self.program.numbers_behind(note)
-        target = HandOver(self._reads, functools.partial(_numbers, live, numbers), counts)
+        told = self.program.told_behind(note)
+        target = HandOver(self._reads, functools.partial(_numbers, live, numbers), counts, told=told)
         self._reads += 1
         self._decided.append(len(self.recorder.decisions))
         sources = [self.recorder.argument(t) for t in tensors]
@@ -377,9 +378,26 @@ class FollowedTrace:
                 if note.reads:
                     self._hand_over(note)
                 self._note, self.recorder.data_sizes.slot, self.recorder.autocast = note, 0, note.around.autocast or ()
+                decided = len(self.recorder.decisions)
                 self._values.run(note, self._numbers_of(note))
+                note.decides = note.decides or (bool(note.free) and len(self.recorder.decisions) > decided)
+                self._check_sizes(note)
                 self._note, self.recorder.autocast = None, ()
             self._tell(note.depth + 1)
+
+    def _check_sizes(self, note: Note) -> None:
+        """That what a call gives for the counts with which a graph for all is made is as large as its formulas say.
+
+        Raises:
+            NoCommonGraphError: it is not.
+        """
+        counts = self.program.at if self.program.samples else None
+        if counts is None:
+            return
+        for made, spec in zip(note.made, note.specs_at(counts), strict=True):
+            if self._values.made[made].shape != spec.shape:
+                place = f" at {note.source}" if note.source else ""
+                raise NoCommonGraphError(f"{note.name}{place} gives something of another size than was found")
 
     # ------------------------------------------------------------------ the rest of the iteration
     def iteration(self, trained: list[tuple[str, Tensor]], optimizer: Optimizer) -> None:

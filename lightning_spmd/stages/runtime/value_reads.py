@@ -90,6 +90,8 @@ class Conversation:
             ErrorsNamePlaces(),
         ):
             try:
+                if self.executable.sizes is not None:
+                    self.executable.sizes.hear()
                 return self._run.send(sent)
             except StopIteration as end:
                 self._outputs = end.value

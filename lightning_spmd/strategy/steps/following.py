@@ -28,7 +28,7 @@ from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages.capture.batch.batch import Batch
 from lightning_spmd.stages.capture.follow.by_hand import ByHand
 from lightning_spmd.stages.capture.follow.count_formulas import samples_of_path
-from lightning_spmd.stages.capture.follow.counts import with_open_number
+from lightning_spmd.stages.capture.follow.counts import told_in, with_open_number
 from lightning_spmd.stages.capture.follow.eager_run import Abandoned
 from lightning_spmd.stages.capture.follow.follower import MANY_CALLS, Follower
 from lightning_spmd.stages.capture.follow.module_paths import module_paths
@@ -54,6 +54,7 @@ from lightning_spmd.stages.capture.follow.queue import (
 from lightning_spmd.stages.capture.follow.rows_read import read_of_rows
 from lightning_spmd.stages.capture.follow.step import NEW_PATH, Step
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed
+from lightning_spmd.stages.capture.follow.told import tells, told_from_now_on
 from lightning_spmd.stages.capture.follow.tripwires import is_tripwire, value_of
 from lightning_spmd.stages.capture.record.packing import parameter_names
 from lightning_spmd.stages.runtime.executor import Executable, Pending
@@ -413,20 +414,23 @@ class _Talk:
         self._reads += 1
         if not read:
             self._live.outside, self._live.numbers = self._step.outside, self._numbers
+            self._live.counts = self._step.counts
         inputs = functools.partial(executable.looked_at, self._tensors)
         return executable.captured.guards.failure_at(read, inputs) is None
 
     def _takes_its_path(self) -> bool:
-        notes, program = self._step.notes, None if self._likely is None else self._likely.program
-        begin, end = self._same, len(notes)
+        step, program = self._step, None if self._likely is None else self._likely.program
+        begin, end = self._same, len(step.notes)
         if program is None or end > len(program.notes):
             return False
-        if any(mine is not its for mine, its in zip(notes[begin:], program.notes[begin:end], strict=True)):
+        if any(mine is not its for mine, its in zip(step.notes[begin:], program.notes[begin:end], strict=True)):
             return False
-        if self._step.counts and not program.may_have(self._step.counts):
+        if step.counts and not program.may_have(step.counts):
             return False  # the next call will be another one, and what comes behind the read fits these counts alone
+        if program.at is not None and step.counts != list(program.at[: len(step.counts)]):
+            return False  # that graph has other numbers in it
         # a number that is another one for the first time is a constant of that graph
-        numbers = self._step.numbers_between(begin, end)
+        numbers = step.numbers_between(begin, end)
         self._same = end
         self._numbers |= numbers
         return numbers.keys() == {key for key in program.free if begin <= key[0] < end}
@@ -801,8 +805,11 @@ class Following:
         if step.has_counts:
             counts, samples = self._counts_of_path(step, for_all=for_all, in_parts=in_parts)
             if samples and (note := with_open_number(step.notes)) is not None:
-                place, samples = f" at {note.source}" if note.source else "", []
-                why_not = f"{note.name} is given other numbers in other steps{place}"
+                samples = []
+                told_from_now_on(step, note)
+                if not tells(step, note, step.numbers_of(note)):
+                    place = f" at {note.source}" if note.source else ""
+                    why_not = f"{note.name} is given other numbers in other steps{place}"
             at, for_all = None if samples else tuple(step.counts), for_all and bool(samples)
             program = dataclasses.replace(
                 program, counts=counts, samples=samples, at=at, for_all_sizes=for_all, why_not=why_not
@@ -816,8 +823,10 @@ class Following:
         key = step.path, () if for_all else sizes, sum(len(note.pins) + len(note.conditions) for note in step.notes)
         if key not in self._counts:
             places = step.tree.sizes.places if step.tree is not None and for_all else ()
-            counts = Counts(number, by_rank=in_parts, places=places)
-            counts.put(0, sizes)
+            told = told_in(step.notes)
+            counts = Counts(
+                number, by_rank=in_parts, places=places, told=told, live=lambda: self._live.counts, sizes=sizes
+            )
             samples = list[tuple[int, ...]]()
             if for_all or (number > len(sizes) and all(note.is_fitted for note in step.notes)):
                 with contextlib.suppress(Apart):
@@ -873,6 +882,7 @@ class Following:
             unnamed = [step.outside[number] for number, kind in sorted(note.met.items()) if kind.name is None]
             numbers = sorted(step.numbers_between(note.depth, note.depth + 1).items(), key=repr)
             told = [repr(value) for _, value in numbers]
+            told += [str(step.counts[i]) for i in note.told.values()]
             told += [f"a tensor ({digest:08x})" for digest in self._fingerprints.of(unnamed)]
             found.append(Call(note.in_words(), ", ".join(told), note.name, note.source))
         return found
@@ -931,6 +941,8 @@ class Following:
     def ran(self, program: Program, executable: Executable, part: Any, index: int | None) -> None:
         """A graph was a step's: where the next one reads first, it may begin."""
         self._eager, self._has_graphs = 0, True
+        if program.counts is not None and program.counts.are_apart and program.at is None:
+            program = dataclasses.replace(program, at=tuple(self._live.counts))  # there was none for all
         reads = program.reads
         if reads:
             self._likely.setdefault(part, {})[reads[0].number] = Likely(program, executable, index, *self._runs_on)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from lightning_spmd.errors import (
 )
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import ReadMiss
+from lightning_spmd.ir.sizes import Dimension
 from lightning_spmd.ir.steps import CapturedStep, Variant
 from lightning_spmd.messages import speaking_of, tell
 from lightning_spmd.stages.capture.batch.batch import Batch
@@ -100,6 +101,8 @@ class TrainingIteration:
         self.own_batches = OwnBatches(context.settings.batch)
         self._following = Following(context, self.flush, self._left_for, self.gradients)
         self._met = self._told_of_sizes = False
+        self._told_open: list[Set[Dimension]] = []
+        """Sizes that graphs leave open, as far as the user knows."""
         self._kinds: set[Any] = set()
         """Of batches that the ranks have met with."""
         self._beginnings: dict[Any, list[Beginning]] = {}
@@ -568,7 +571,8 @@ class TrainingIteration:
             program = dataclasses.replace(program, samples=(), at=tuple(program.live.counts), for_all_sizes=False)
             request = dataclasses.replace(request, program=program)
             return self._build(request, table.find(request, found.split))
-        if found.vary and request.batch is not None:
+        if found.vary and request.batch is not None and found.vary.keys() not in self._told_open:
+            self._told_open.append(found.vary.keys())
             names = self.table.open.describe(request.batch, found.vary)
             tell(f"strategy='spmd' builds one graph for all sizes of {names}")
         self._found = dataclasses.replace(found, index=table.add(found.key, executable))
@@ -599,8 +603,9 @@ class TrainingIteration:
         if request.batch is None or self._told_of_sizes:
             return
         self._told_of_sizes = True
-        names = self.table.open.describe(request.batch, self.table.open.wanted(request.batch))
-        tell(f"strategy='spmd' builds a graph for each size of {names}: {why}")
+        if wanted := self.table.open.wanted(request.batch):
+            names = self.table.open.describe(request.batch, wanted)
+            tell(f"strategy='spmd' builds a graph for each size of {names}: {why}")
 
     def _run(self, executable: Executable, tensors: Sequence[Tensor]) -> Sequence[Any]:
         pending = self._left_for(executable)

@@ -407,6 +407,8 @@ class Meeting:
                 if mine == its:
                     continue
                 if mine is None or its is None or mine.what != its.what:
+                    if mine is not None and its is not None and _told(mine) == _told(its):
+                        return f"the ranks call different things: each {_told(mine)} with numbers or objects of its own"
                     return f"the ranks call different things: rank 0 {_told(mine)}, rank {rank} {_told(its)}"
                 raise RankDisagreementError(
                     f"{mine.name} at {mine.place} is given {mine.numbers} on rank 0 and {its.numbers} on rank {rank}: "

@@ -330,6 +330,14 @@ class Windowed(Model):
         return {"loss": (window[:, None] * self.linear.bias).pow(2).mean()}
 
 
+class Folded(Model):
+    """Filled up to a multiple of eight, which is folded: so many numbers as that are the same for all lengths."""
+
+    def body(self, x: Tensor) -> Tensor:
+        folded = F.pad(self.linear(x), (0, 0, 0, -x.shape[1] % 8)).unflatten(1, (-1, 8))
+        return x + folded.mean((1, 2), keepdim=True).flatten(1, 2) + folded.mean(2).square().mean()
+
+
 class Chained(Model):
     """Which product is first depends on the length, and which formula a distance has."""
 
@@ -337,6 +345,23 @@ class Chained(Model):
         y, weight = self.linear(x), self.linear.weight
         chain = torch.linalg.multi_dot([x[0], weight, weight[:, :3]])
         return y + torch.cdist(y, x, 2.0 if self.ran % 3 else 3.0).mean(-1, keepdim=True) + chain.mean()
+
+
+class Spectrum(Model):
+    """Cut or filled up to 40, within one operator."""
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + torch.fft.fft2(self.linear(x), s=(40, WIDTH + 2)).abs().mean()
+
+
+class ChainedByBoth(Model):
+    """Which product is first depends on the number of rows, too."""
+
+    def body(self, x: Tensor) -> Tensor:
+        rows, length, _ = x.shape
+        wide = torch.cat([self.positions[:rows].t()] * 3)
+        by_both = x.mean(1) @ x.mean(0).t()
+        return x + torch.linalg.multi_dot([wide, by_both, self.positions[:length, :2]]).mean()
 
 
 class Record(L.Callback):
@@ -397,6 +422,12 @@ def test_rows_and_lengths_vary_together() -> None:
     assert compare(Indexes, sizes) <= 3
 
 
+def test_what_torch_decides_in_one_call_is_as_for_each_size() -> None:
+    compare(Spectrum, [(3, length) for length in (12, 17, 40, 39, 41, 20, 60, 38)])
+    sizes = [(12, 15), (17, 20), (9, 11), (30, 13), (14, 40), (25, 9), (11, 33), (40, 2), (120, 3), (64, 2)]
+    compare(ChainedByBoth, sizes)
+
+
 @pytest.mark.parametrize(
     ("kind", "graphs"),
     [
@@ -411,6 +442,7 @@ def test_rows_and_lengths_vary_together() -> None:
         (Hooked, 2),
         (Resized, 4),
         (Summed, 4),
+        (Folded, 4),
     ],
 )
 def test_what_follows_from_sizes(kind: type[Model], graphs: int) -> None:

@@ -44,6 +44,7 @@ from lightning_spmd.stages.capture.follow.counts import (
     specs_for,
     tied,
     ties_of,
+    told_in,
 )
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
 from lightning_spmd.stages.capture.follow.notes import (
@@ -51,6 +52,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     Made,
     Note,
     Place,
+    formulas_in,
     is_formula,
     leaves_by_place,
     sources_in,
@@ -60,6 +62,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
 from lightning_spmd.stages.capture.follow.sizes import Companions, candidates, with_sizes
 from lightning_spmd.stages.capture.follow.step_state import StepState
+from lightning_spmd.stages.capture.follow.told import AT_SYMBOLS, does_for_all, does_for_one, told_from_now_on
 from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers, slice_numbers, slices_that_matter
 from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
@@ -141,6 +144,7 @@ class CountFormulas:
         by_python: torch's implementations in Python go first with symbols: some in C++ take plain integers alone.
         formulas: that were met, and are to be told apart, with the depth where they were.
         dropped: conditions that hardly any counts fulfill, by depth.
+        varying: depths of calls with numbers that are others in other steps.
         opaque: depths of calls that do not run on symbols, or decide on counts as for hardly any others, and these
             counts: a few more are tried.
     """
@@ -157,6 +161,7 @@ class CountFormulas:
         self.opaque: dict[int, set[int]] = {}
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
+        self.varying = set[int]()
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
     def end(self) -> None:
@@ -223,11 +228,16 @@ class CountFormulas:
                     begin = self._pin(note, error.counts or set(range(self.known_behind(note))), error.reason)
                     continue
                 operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
-                counts = set(note.counts).union(*(operand.needs for operand in operands)) - pins_of(step.notes).keys()
-                counts = error.counts or counts
+                fixed = pins_of(step.notes).keys()
+                counts = error.counts or set(note.told.values()) - fixed  # what Python tells is the likeliest
+                counts = counts or set(note.counts).union(*(operand.needs for operand in operands)) - fixed
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
         for note in step.notes[new:]:
             note.is_fitted = True
+        fixed = pins_of(step.notes)
+        for note in step.notes:
+            if note.told and not fixed.keys() & set(note.told.values()):
+                does_for_all(step, note)
 
     def _apart(self, begin: int, last: _Pass | None, reason: str) -> int:
         """There are no samples for what is known of a call: it is one for this step's counts. Returns where to go on.
@@ -258,6 +268,8 @@ class CountFormulas:
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
         step, depth = self._step, note.depth
+        if depth in self.varying:
+            told_from_now_on(step, note)
         groups = [{i, *formula.names()} for i, formula in self.all_ties().items()]
         counts = counts.union(*(group for group in groups if group & counts)) - pins_of(step.notes).keys()
         if not counts:
@@ -269,6 +281,8 @@ class CountFormulas:
             note.pins, note.take = {**note.pins, i: step.counts[i]}, None
         for read in (before for before in step.notes if before.reads and counts & set(before.counts)):
             step.follower.sizes_at[read.source] += 1
+        for call in (before for before in step.notes if counts & set(before.told.values())):
+            does_for_one(step, call)
         self.tried.pop(depth, None)
         self.opaque.pop(depth, None)
         self.dropped.pop(depth, None)
@@ -293,9 +307,11 @@ class CountFormulas:
         return found
 
     def known_before(self, note: Note) -> int:
-        """How many counts are known before a call is made."""
-        step = self._step
-        return max((before.counts.stop for before in step.notes[: note.depth]), default=0) or step.opened
+        """How many counts are known before a call is made, of which Python has told the last ones by its arguments."""
+        found = [self._step.opened, *(1 + i for i in note.told.values())]
+        for before in self._step.notes[: note.depth]:
+            found += (before.counts.stop, *(1 + i for i in before.told.values()))
+        return max(found)
 
     def known_behind(self, note: Note) -> int:
         """How many counts are known once a call has been made."""
@@ -379,15 +395,23 @@ def _samples(
     if best is None:
         raise Apart("formulas of the numbers of rows or elements cannot be told apart")
     samples = best[1]
-    if (formula := _constant(its, samples, pins)) is not None:
+    if (formula := _constant(its, samples, pins, [condition for _, condition in told])) is not None:
         raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
 
 
-def _constant(formulas: Iterable[Formula], samples: Sequence[Sequence[int]], pins: Mapping[int, int]) -> Formula | None:
+def _constant(
+    formulas: Iterable[Formula],
+    samples: Sequence[Sequence[int]],
+    pins: Mapping[int, int],
+    conditions: Iterable[Formula],
+) -> Formula | None:
     """A formula that would not be seen in graphs: it has one value in all of them, and more in steps."""
+    asked = set(map(str, conditions))
     for formula in formulas:
-        if formula.names() - pins.keys() and len({formula.at(sample) for sample in samples[:GRAPHS]}) == 1:
+        value, *others = {formula.at(sample) for sample in samples[:GRAPHS]}
+        stated = {f"{formula} == {value}", f"({formula}) == {value}"}  # all steps have this value
+        if not others and formula.names() - pins.keys() and stated.isdisjoint(asked):
             return formula
     return None
 
@@ -404,18 +428,26 @@ class _Run:
         step: the step.
         counts: numbers or symbols.
         mode: of the fake tensors.
+        instead: what is called in place of some functions.
 
     Attributes:
         kind: of the last call: which of its operands it returned, with which its results share memory if anything is
             written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
     """
 
-    def __init__(self, step: StepState, counts: Sequence[Any], mode: Any = None) -> None:
+    def __init__(
+        self,
+        step: StepState,
+        counts: Sequence[Any],
+        mode: Any = None,
+        instead: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
+    ) -> None:
         self._step, self.counts = step, counts
         self.kind: Any = None
         self._writes = any(note.writes for note in step.notes)
         places = () if step.tree is None else step.tree.sizes.places
         self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
+        self._recording.values.instead = dict(instead)
         self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
 
     def make(self, note: Note) -> list[Tensor]:
@@ -469,11 +501,24 @@ class _Run:
             numbers += [*given, *(size for tensor in made for size in tensor.shape)]
         return names, numbers
 
-    def slices_less(self, other: _Run) -> bool:
-        """Whether the last call is that of another run, but that slices took all and were left out."""
-        ours, theirs = ([func for func, *_ in run.operators()[0]] for run in (self, other))
-        rest, other_rest = ([func for func in its if func not in _SLICES] for its in (ours, theirs))
-        return rest == other_rest and ours.count(_SLICES[0]) < theirs.count(_SLICES[0])
+    def slices_less(self, others: Sequence[_Run]) -> bool:
+        """Whether the last call is that of other runs, but that slices took all and were left out."""
+        tables = [run.but_slices() for run in (self, *others)]
+        (mine, ours, numbers), *theirs = tables
+        if any(names != mine or ours >= slices for names, slices, _ in theirs):
+            return False
+        columns = zip(*(its for _, _, its in theirs), strict=True)
+        return all(len(set(its)) > 1 or its[0] == own for own, its in zip(numbers, columns, strict=True))
+
+    def but_slices(self) -> tuple[list[Any], int, list[int]]:
+        """The operators of the last call that do not slice, how many do, and the numbers of the others."""
+        names, numbers = self.operators()
+        rest, left = list[int](), iter(numbers)
+        for func, _, dimensions, given in names:
+            its = list(itertools.islice(left, given + sum(dimensions)))
+            rest += [] if func in _SLICES else its
+        functions = [func for func, *_ in names]
+        return [func for func in functions if func not in _SLICES], functions.count(_SLICES[0]), rest
 
     def slices(self, results: Iterable[Tensor] = ()) -> dict[int, SliceNumbers]:
         """The slices whose gradients matter (``whole_slices``) in the last call or backward pass, by number.
@@ -545,14 +590,19 @@ class _Pass:
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples, rounds=True)
         self._runs = [_Run(step, sample) for sample in samples]
-        opened = dict(enumerate(step.counts[: step.opened]))
-        few = [[{**opened, **pins}.get(i, count) for i in range(number)] for count in (0, 1)]
-        self._few: list[_Run | None] = [_Run(step, counts) for counts in few]
+        told = set(told_in(step.notes))
+        of_data = set(range(step.opened, number)) - told
+        # how many, of which counts; numbers that Python tells are one the end of another one
+        self._how_few = [(few, {i}) for i in sorted(told - pins.keys() - ties.keys()) for few in (0, 1)]
+        self._how_few += [(few, of_data) for few in (0, 1)]
+        known = [{**dict.fromkeys(counts, few), **pins} for few, counts in self._how_few]
+        its = [with_ties([few.get(i, count) for i, count in enumerate(step.counts)], pins, ties) for few in known]
+        self._few: list[_Run | None] = [_Run(step, counts) for counts in its]
         self._own = _Run(step, tuple(step.counts))
         known = [condition for _, condition in every.asked(begin)]
         self._bound = max(_FAR, 8 * max(step.counts[: step.opened], default=0))
         # what C++ decides shows in Python's implementations as little as where nothing runs on symbols
-        more = [*self._extremes(samples[0], pins, ties), *mixed(number, _MORE, pins, ties, known)]
+        more = [*self._extremes(samples[0], pins, ties, known), *mixed(number, _MORE, pins, ties, known)]
         more = more if every.opaque or every.by_python else []
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
@@ -567,24 +617,35 @@ class _Pass:
         self._open = free
         mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
         on_symbols = with_ties([made.get(i, 0) for i in range(number)], pins, ties)
-        self._symbolic = _Run(step, on_symbols, mode)
+        self._symbolic = _Run(step, on_symbols, mode, AT_SYMBOLS)
         self._found: dict[int, _Found] = {}
         self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
         self._calls: list[Note] = []
         self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
         self._pool: dict[str, None] = {}
         self._companions = companions_of(step, first_new)
-        self._makes_from = next((note.depth for note in step.notes if note.counts), 0) if every.skips else 0
+        first = next((note.depth for note in step.notes if note.counts or note.told), 0)
+        self._makes_from = first if every.skips else 0
         self._skipped = self._before_counts()
         for run in self._every_run:
             run.assume(self._skipped)
 
-    def _extremes(self, sample: Sequence[int], pins: Mapping[int, int], ties: Ties) -> list[list[int]]:
-        """Counts with small sizes of the batch, and with those of other steps."""
-        step = self._step
-        known = () if step.tree is None else step.tree.known
-        sizes = [*known, *([n] * step.opened for n in (*_SMALL, self._bound) if step.opened)]
-        return [with_ties([*one, *sample[step.opened :]], pins, ties) for one in sizes]
+    def _extremes(
+        self, sample: Sequence[int], pins: Mapping[int, int], ties: Ties, conditions: Sequence[Formula]
+    ) -> list[list[int]]:
+        """Counts with small and large sizes of the batch, and with those of other steps."""
+        step, number = self._step, self._step.opened
+
+        def with_sizes_of(sizes: Sequence[int]) -> list[int]:
+            return with_ties([*sizes, *sample[number:]], pins, ties)
+
+        few, many = _SMALL[0], self._bound
+        while many > few and not all(condition.at(with_sizes_of([many] * number)) for condition in conditions):
+            many //= 2
+        sizes = [*(() if step.tree is None else step.tree.known), *([n] * number for n in (*_SMALL, many) if number)]
+        for i in range(number if number > 1 else 0):  # one small beside large ones, and the reverse
+            sizes += ([one if i == j else other for j in range(number)] for one, other in ((few, many), (many, few)))
+        return list(map(with_sizes_of, sizes))
 
     def _before_counts(self) -> list[tuple[Note, list[TensorSpec]]]:
         """The calls that are not made whose results are wanted: by later calls, or as the loss."""
@@ -710,6 +771,8 @@ class _Pass:
         except Apart as error:
             reason = f"what {note.name} gives is as large as the data say in a way of its own ({error})"
             raise self._otherwise(depth, choices, reason) from None
+        if is_new:
+            self._take_more_than_one(depth, found or ())
         known = found or specs[0]
         few_runs = list(self._few)
         self._calls.append(call)
@@ -718,7 +781,7 @@ class _Pass:
                 self._more[index] = None
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
         for index, (run, got) in enumerate(zip(self._more, self._shapes(self._more, known), strict=True)):
-            if run is not None and more[index] == got and run.slices_less(self._runs[0]):
+            if run is not None and more[index] == got and run.slices_less(self._runs):
                 self._more[index] = more[index] = None  # what takes all is looked at by itself
         if is_opaque or self._every.by_python:
             likeness = self._likeness()
@@ -738,9 +801,10 @@ class _Pass:
             others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not alike[i])]
             if others:
                 counts = self._counts_of(note, numbers, found)
-                conditions += [Condition(Formula(f"s{i} >= {max(others) + 1}")) for i in counts]
+                conditions += self._more_than_few(others, counts)
                 for index in others:
-                    self._few[index] = self._with_more(self._few[index] or few_runs[index], counts)
+                    its = [i for i in counts if i in self._how_few[index][1]]
+                    self._few[index] = self._with_more(self._few[index] or few_runs[index], its)
             shapes = [_at(spec.shape, self._step.counts) for spec in known]
             if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
@@ -750,18 +814,42 @@ class _Pass:
             known_now = self._every.known_behind(note)
             if any(i >= known_now for formula in (*in_numbers, *in_specs) for i in formula.names()):
                 raise self._otherwise(depth, choices, f"{note.name} is before what it depends on")
-            if _constant((*in_numbers, *in_specs), [run.counts for run in self._runs], pins_of(self._step.notes)):
+            if self._are_constant((*in_numbers, *in_specs), conditions):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
         for source, spec in zip(note.made, known, strict=True):
             self._specs[source] = spec
             self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))
 
+    def _more_than_few(self, others: Iterable[int], counts: Iterable[int]) -> list[Condition]:
+        """That counts are more than those with which a call is another one.
+
+        Args:
+            others: runs with few, by number, in which it is.
+            counts: on which the call depends.
+        """
+        least: dict[int, int] = {}
+        for few, of in map(self._how_few.__getitem__, others):
+            least |= {i: max(few + 1, least.get(i, 0)) for i in counts if i in of}
+        return [Condition(Formula(f"s{i} >= {few}")) for i, few in least.items()]
+
     def _counts_of(self, note: Note, numbers: Mapping[Place, Any], specs: Sequence[TensorSpec] | None) -> list[int]:
         """The counts on which a call depends that may differ in other steps."""
         found = {i for size in sizes_in(numbers.values()) for i in size.formula.names()}.union(note.counts)
         operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
         return sorted(found | counts_in(operands) | counts_in(specs or ()) - pins_of(self._step.notes).keys())
+
+    def _are_constant(self, formulas: Iterable[Formula], conditions: Iterable[Condition]) -> bool:
+        """Whether a formula would not be seen in graphs.
+
+        Args:
+            formulas: of the call or backward pass that was made last.
+            conditions: for it.
+        """
+        found = [condition.formula for one in self._found.values() for condition in one.conditions]
+        asked = [condition for _, condition in self._every.asked(self._begin)]
+        asked += (*found, *(condition.formula for condition in conditions))
+        return _constant(formulas, [run.counts for run in self._runs], pins_of(self._step.notes), asked) is not None
 
     def _with_more(self, run: _Run | None, counts: Sequence[int]) -> _Run | None:
         """A run up to here in which some counts are no longer as few."""
@@ -791,6 +879,20 @@ class _Pass:
         avoided = [Condition(Formula(f"s{i} != {sample[i]}")) for sample in rare for i in sorted(counts)]
         if avoided and every.usual is not None and len(found := every.usual.get(depth, [])) < _MOST_AVOIDED:
             every.usual[depth] = [*found, *avoided]
+            raise _Again
+
+    def _take_more_than_one(self, depth: int, specs: Iterable[TensorSpec]) -> None:
+        """Where a result has no or one element in a sample, take other samples: torch may treat these otherwise.
+
+        Raises:
+            _Again: there are others.
+        """
+        every, counts = self._every, [run.counts for run in self._runs]
+        sizes = dict.fromkeys(n for spec in specs for n in spec.shape if isinstance(n, Formula))
+        small = [size for size in sizes if any((size.at(sample) or 0) < 2 for sample in counts)]
+        wanted = [Condition(Formula(f"({size}) >= 2")) for size in small]
+        if wanted and every.usual is not None and len(found := every.usual.get(depth, [])) < _MOST_AVOIDED:
+            every.usual[depth] = [*found, *wanted]
             raise _Again
 
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
@@ -858,7 +960,8 @@ class _Pass:
         # those of sizes are only seen with samples on the other side
         conditions += [c for c in self._every.conditions.get(depth, ()) if c not in conditions]
         known = self._every.all_ties()
-        found = filter(None, [tie_of(condition, len(self._step.counts)) for condition in conditions])
+        told = told_in(self._step.notes)
+        found = filter(None, [tie_of(condition, len(self._step.counts), told) for condition in conditions])
         if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
             self._tie(depth, tie)
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
@@ -995,13 +1098,10 @@ class _Pass:
             raise _Pinned(loss.depth, reason, is_behind=True)
         # a sum of one row may be left out: that it is there does no harm
         few = [run is not None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
-        if any(few):
-            least = max(i + 1 for i, is_another in enumerate(few) if is_another)
-            free = [i for i in self._open if i < every.known_behind(note)]
-            conditions += [Condition(Formula(f"s{i} >= {least}")) for i in free]
+        free = [i for i in self._open if i < every.known_behind(note)]
+        conditions += self._more_than_few([i for i, is_another in enumerate(few) if is_another], free)
         found = sorted(likeness.formulas | every.formulas.keys() - learned, key=str)
-        is_constant = _constant(found, [run.counts for run in self._runs], pins_of(step.notes))
-        if is_constant or not all(condition.holds(step.counts) for condition in conditions):
+        if self._are_constant(found, conditions) or not all(condition.holds(step.counts) for condition in conditions):
             raise _Pinned(loss.depth, reason, is_behind=True)
         self._behind = note, conditions, found
 
@@ -1036,12 +1136,15 @@ class _Pass:
         places = () if self._step.tree is None else self._step.tree.sizes.places
         given = {s.position for s in sources_in((note.args, note.kwargs)) if type(s) is Given}
         near.update((f"s{i}", None) for i, (position, _) in enumerate(places) if position in given)
+        told = (formulas_in(before).values() for before in self._step.notes[: note.depth] if before.told)
+        near.update((str(size.formula), None) for size in sizes_in(itertools.chain(*told)))
+        own = formulas_in(note) if note.told else {}
         known = self._every.known_before(note)
         pool = {**{f"s{i}": None for i in range(known)}, **self._pool}
         guesses = [near, {}, pool] if operands or given else [pool, {}]
         found: list[dict[Place, Any]] = []
         for guess in guesses:
-            choice = self._choice(note, known, pool, guess)
+            choice = {**own, **self._choice(note, known, pool, guess)}
             if repr_of(choice) not in map(repr_of, found):
                 found.append(choice)
         return found
@@ -1058,6 +1161,8 @@ class _Pass:
             points.append(seen)
             for place, column in columns.items():
                 column.append(leaves[place])
+        if any(len(set(column)) > 1 for column in columns.values()):
+            self._every.varying.add(note.depth)
         found: dict[Place, Any] = {}
         for place, column in columns.items():
             codes = [*pool, *(str(size.formula) for size in sizes_in(found.values()))]
@@ -1067,6 +1172,8 @@ class _Pass:
                     found[place] = torch.Size(parts)
             elif type(number := self._fitted(column, points, codes, guess)) is Size:
                 found[place] = number
+            elif len(set(column)) > 1:
+                told_from_now_on(self._step, note)
         return found
 
     def _fitted(

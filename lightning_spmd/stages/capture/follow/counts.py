@@ -129,6 +129,11 @@ def ties_of(notes: Iterable[Note]) -> dict[int, Formula]:
     return {i: formula for note in notes for i, formula in note.ties.items()}
 
 
+def told_in(notes: Iterable[Note]) -> list[int]:
+    """The counts that Python tells on a path, or a part of one."""
+    return [i for note in notes for i in note.told.values()]
+
+
 def may_have(counts: Sequence[int], pins: Mapping[int, int], conditions: Iterable[Condition]) -> bool:
     """Whether the counts of a step, as far as they are known, are those that are required."""
     are_pinned = all(i >= len(counts) or counts[i] == count for i, count in pins.items())

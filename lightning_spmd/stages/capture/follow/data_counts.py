@@ -34,11 +34,16 @@ class DataCounts:
         self._step, self._recorder, self._copies, self._generator = step, recorder, copies, generator
         self._ahead: Told = {}
 
-    def may_be(self, note: Note) -> bool:
-        """Whether this step has the counts that a call requires, as far as they are known."""
+    def may_be(self, note: Note, told: Sequence[int] = ()) -> bool:
+        """Whether this step has the counts that a call requires, as far as they are known.
+
+        Args:
+            note: the call.
+            told: the counts that it tells, if they are not yet among those of the step.
+        """
         if not (note.pins or note.conditions):
             return True
-        ahead = self._ahead.get(note.slot, ()) if note.counts else ()
+        ahead = (*told, *(self._ahead.get(note.slot, ()) if note.counts else ()))
         return may_have([*self._step.counts, *ahead] if ahead else self._step.counts, note.pins, note.conditions)
 
     @contextlib.contextmanager

@@ -136,6 +136,16 @@ class _Compiler:
         self._note, self._sources, self._path, self._given = note, sources, path, given
         self._bound: dict[int, str] = {}
         self._formulas = formulas_in(note)
+        self.told = [self._there(place) for place in note.told]
+        self._counts = {i: there for there, i in zip(self.told, note.told.values(), strict=True)}
+
+    def _there(self, place: Place) -> str:
+        """An expression for an argument in a place."""
+        value, there = (self._note.args, self._note.kwargs)[place[0]], ("args", "kwargs")[place[0]]
+        for key in place[1:]:
+            there += f".{key}" if type(value) is slice else f"[{key!r}]"
+            value = getattr(value, key) if type(value) is slice else value[key]
+        return there
 
     def bind(self, value: Any) -> str:
         """A name for an object."""
@@ -188,6 +198,8 @@ class _Compiler:
                 yield from self.checks(getattr(value, key), f"{there}.{key}", (*place, key))
         elif place in note.free:
             yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
+        elif place in note.told:
+            yield f"type({there}) is int and {there} >= 0"
         elif place in self._formulas:
             yield f"type({there}) is {self.bind(kind)} and {there} == {self._now(place)}"
         elif value is None or value is True or value is False:
@@ -206,7 +218,9 @@ class _Compiler:
         """A number that follows from counts, as it is in the step that runs."""
         leaf = self._formulas[place]
         parts = leaf if type(leaf) is torch.Size else (leaf,)
-        codes = [part.formula.of("step.counts") if type(part) is Size else str(part) for part in parts]
+        last = max((i for part in parts if type(part) is Size for i in part.formula.names()), default=-1)
+        names = [self._counts.get(i, f"step.counts[{i}]") for i in range(last + 1)]
+        codes = [str(part.formula.with_names(names)) if type(part) is Size else str(part) for part in parts]
         return f"({''.join(f'{code}, ' for code in codes)})" if type(leaf) is torch.Size else codes[0]
 
     def parts(self, value: Sequence[Any], there: str, place: Place) -> Iterator[str]:
@@ -270,7 +284,8 @@ def compiled(
         terms.append("not kwargs")
     terms += code.switches()
     if note.pins or note.conditions:
-        terms.append(f"step.data_counts.may_be({code.bind(note)})")
+        told = "".join(f"{there}, " for there in code.told)
+        terms.append(f"step.data_counts.may_be({code.bind(note)}, ({told}))")
     if note.anew and len(note.met) > 1:
         return never
     lines = ["def take(step, args, kwargs):", " try:", f"  if not ({' and '.join(terms)}): return MISSED"]
@@ -288,6 +303,8 @@ def _taking(code: _Compiler, note: Note) -> Iterator[str]:
     code.names["h"] = note.handed
     if note.draws:
         yield f" if not step.generator.may_draw(): return step.called({code.bind(note.func)}, args, kwargs or {{}})"
+    if code.told:
+        yield f" step.counts += ({', '.join(code.told)},)"
     if note.sizes is not None:
         counts = "".join(f"step.counts[{i}], " for i in note.needs)
         yield f" if ({counts}) != {code.bind(note)}.sized_for: step.data_counts.resize({code.bind(note)})"

@@ -167,6 +167,8 @@ class Note:
         mark: a hash of the path from the beginning to here, the same on all ranks that take it.
         free: places of numbers that differ from step to step.
         plain: places of numbers that decide whether masks are the same; another number is another call.
+        told: places of numbers that are counts of the path, which Python tells by this call, and which ones.
+        decides: a graph in which numbers of its own are inputs has decided on them.
         varies: it is a call in whose place others came, with other numbers in such places.
         asking: whether results that calls write into or train require gradients behind this call.
         kin: a hash of what it computes; None where nobody has asked.
@@ -217,6 +219,8 @@ class Note:
     mark: int = 0
     free: set[Place] = field(default_factory=set[Place])
     plain: set[Place] = field(default_factory=set[Place])
+    told: dict[Place, int] = field(default_factory=dict[Place, int])
+    decides: bool = False
     varies: bool = False
     asking: dict[Made, bool] = field(default_factory=dict["Made", bool])
     kin: int | None = None
@@ -269,6 +273,14 @@ class Note:
             return self.specs
         sizes = zip(self.specs, self.sizes(counts), strict=True)
         return [TensorSpec(shape, stride, spec.dtype, spec.device) for spec, (shape, stride) in sizes]
+
+    def numbers_told(self, args: Any, kwargs: Any) -> list[int] | None:
+        """The counts that Python tells by a call, if it is this one; None if it is another one."""
+        try:
+            found = [leaf_at((args, kwargs), place) for place in self.told]
+        except (LookupError, TypeError, AttributeError):  # it has no such arguments
+            return None
+        return found if all(type(number) is int and number >= 0 for number in found) else None
 
     def with_arguments(self, args: Any, kwargs: Any) -> Note:
         """The same call with other numbers."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_spmd.ir.signature import OutputRole
 from lightning_spmd.ir.sizes import Condition, Counts
-from lightning_spmd.stages.capture.follow.counts import may_have, pins_of
+from lightning_spmd.stages.capture.follow.counts import may_have, pins_of, told_in
 from lightning_spmd.stages.capture.follow.notes import Note, Place, Source
 
 
@@ -158,6 +158,12 @@ class Program:
     def numbers_behind(self, read: Note) -> list[tuple[int, Place]]:
         """The numbers that Python computes between this read and the next one."""
         return self._numbers[min(depth for depth in self._numbers if depth > read.depth)]
+
+    def told_behind(self, read: Note) -> list[int]:
+        """The counts that Python tells between this read and the next one."""
+        end = min((note.depth for note in self.reads if note.depth > read.depth), default=len(self.notes))
+        # a call that asks for sizes itself has told before
+        return told_in(self.notes[read.depth + 1 : end + 1])
 
     @property
     def key(self) -> tuple[Any, ...]:

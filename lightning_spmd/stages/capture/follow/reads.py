@@ -121,16 +121,24 @@ class Reads:
         step.here.children.append(note)
         return note
 
-    def decide_sizes(self, *, lists_alone: bool) -> None:
+    def decide_sizes(self, *, lists_alone: bool) -> bool:
         """A call has other sizes than before by Python's numbers. Those that it has read are counts from now on.
+
+        Returns whether there are any that were none.
 
         Args:
             lists_alone: so far it has had other numbers with other counts alone, of which single ones may follow.
         """
+        sizes_at = self._step.follower.sizes_at
+        known = len(sizes_at)
         for note in self._step.notes:
             is_one = note.whole is not None and len(note.whole) == 1
             if note.whole is not None and ((is_one and not lists_alone) or self._are_used(note)):
-                self._step.follower.sizes_at.setdefault(note.source, 0)
+                sizes_at.setdefault(note.source, 0)
+        if len(sizes_at) == known:
+            return False
+        self._step.follower.told_at.clear()  # they may follow from these
+        return True
 
     @staticmethod
     def _are_used(read: Note) -> bool:

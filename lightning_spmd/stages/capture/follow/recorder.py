@@ -15,7 +15,7 @@ from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.aliasing import written_values
 from lightning_spmd.ir.layout import layout_of, strides_as
 from lightning_spmd.ir.node_info import TensorSpec
-from lightning_spmd.ir.sizes import Dimension
+from lightning_spmd.ir.sizes import Dimension, Formula, Size
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.counts import CountsWanted, FormsOnFakes, Told
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall, is_ours
@@ -219,7 +219,13 @@ class Recorder:
         return recording
 
     def record(
-        self, func: Any, args: Any, kwargs: Any, around: Any, counts_of: Callable[[Note, Any, Any], Told]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        around: Any,
+        counts_of: Callable[[Note, Any, Any], Told],
+        by_python: Mapping[Place, tuple[Place, int]],
     ) -> Note | None:
         """Record a new call after the path so far; None for a question that computes nothing.
 
@@ -229,6 +235,8 @@ class Recorder:
             kwargs: likewise.
             around: torch's switches.
             counts_of: gives the data-dependent sizes of the results of a call that is not noted yet.
+            by_python: places of numbers that Python tells, each with the place of the one that is this much less, or
+                with its own.
 
         Raises:
             CannotBeFollowed: the step goes on eagerly.
@@ -240,6 +248,30 @@ class Recorder:
         known = len(step.outside)
         note = Note(len(step.notes), func, mapped(step.noted, args), mapped(step.noted, kwargs), around)
         self.complete(note, known)
+        with self._told(note, args, kwargs, by_python):
+            return self._recorded(recording, note, args, kwargs, counts_of)
+
+    @contextlib.contextmanager
+    def _told(self, note: Note, args: Any, kwargs: Any, by_python: Mapping[Place, tuple[Place, int]]) -> Iterator[None]:
+        """While a new call with numbers that are counts is recorded."""
+        counts, numbers, known = self._step.counts, dict[Place, Any](), len(self._step.counts)
+        for place, (base, more) in by_python.items():
+            number = leaf_at((args, kwargs), place)
+            if place == base:
+                note.told[place] = len(counts)
+                counts.append(number)
+            code = f"s{note.told[base]}" + (f" + {more}" if more else "")
+            numbers[place] = Size(number, Formula(code), self._step.follower.counts)
+        note.args, note.kwargs = with_numbers((note.args, note.kwargs), numbers)
+        try:
+            yield
+        finally:
+            del counts[known:]
+
+    def _recorded(
+        self, recording: Recording, note: Note, args: Any, kwargs: Any, counts_of: Callable[[Note, Any, Any], Told]
+    ) -> Note | None:
+        step, func = self._step, note.func
         given = mapped(self._as_fake, args), mapped(self._as_fake, kwargs)
         operands, draws, checks = tensors_in(given), recording.below.draws, recording.below.checks
         before, count, known_kind = (

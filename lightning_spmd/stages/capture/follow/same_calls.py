@@ -129,7 +129,8 @@ class _Search:
         if isinstance(mine, (tuple, list)) and kind is not torch.Size:
             pairs = zip(mine, its, strict=False)
             return len(mine) == len(its) and all(self._are_same(a, b, one, other) for a, b in pairs)
-        return not (self._vary and _may_follow_from_sizes(mine, one)) and same_constant(mine, its)
+        may_differ = type(mine) is Size or (self._vary and _may_follow_from_sizes(mine, one))
+        return not may_differ and same_constant(mine, its)
 
     def _is_same_tensor(self, mine: Source, its: Source, one: Note, other: Note) -> bool:
         if type(mine) is type(its) and mine == its:
@@ -162,4 +163,4 @@ def is_repeatable(note: Note) -> bool:
 
 def _may_follow_from_sizes(leaf: Any, note: Note) -> bool:
     """Whether a leaf may be another number in steps of other sizes on the same path."""
-    return type(leaf) in (Size, torch.Size) or (type(leaf) is int and leaf > 1 and not keeps_shapes(note.func))
+    return type(leaf) is torch.Size or (type(leaf) is int and leaf > 1 and not keeps_shapes(note.func))

@@ -27,6 +27,7 @@ from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
 from lightning_spmd.stages.capture.follow.copies import Copies
 from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas, result_now
+from lightning_spmd.stages.capture.follow.counts import told_in
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
 from lightning_spmd.stages.capture.follow.engine import EngineCall, Saving
@@ -58,6 +59,7 @@ from lightning_spmd.stages.capture.follow.reads import Reads
 from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
+from lightning_spmd.stages.capture.follow.told import tells, told_numbers
 from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs
 
 _READS = {
@@ -655,14 +657,15 @@ class Step(StepState, TorchFunctionMode):
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
-        known, sizes_differ, lists_differ = len(self.outside), False, False
+        known, others, with_other_counts, lists_differ = len(self.outside), list[Note](), list[Note](), False
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads:
                 continue
-            found = numbers_that_differ(note, args, kwargs, self)
-            if not self.data_counts.may_be(note):
+            found, has_counts, is_it = self._compared(note, args, kwargs)
+            if not has_counts:
+                with_other_counts += [note] if found is not None else []
                 lists_differ = lists_differ or bool(found)
-            elif found is not None and (not found or self.recorder.is_alike(note, args, kwargs, found)):
+            elif is_it and found is not None:
                 if found and not found.keys() <= note.free:
                     note.free |= found.keys()
                     note.take = None
@@ -670,11 +673,12 @@ class Step(StepState, TorchFunctionMode):
                     note.take = never if note.anew else None
                     note.anew = True
                 return self.take(note, args, kwargs)
-            else:
-                sizes_differ = sizes_differ or bool(found)
+            elif found:
+                others.append(note)
             self.recorder.unmet(known)
-        if sizes_differ or lists_differ:
-            self.reads.decide_sizes(lists_alone=not sizes_differ)
+        # what Python has read may be what it computes with
+        are_read = (others or lists_differ) and self.reads.decide_sizes(lists_alone=not others)
+        by_python = {} if are_read else told_numbers(self, [*others, *with_other_counts], args, kwargs)
         if self.generator.watch():
             return self.called(func, args, kwargs)
         if self.knows_too_many() and not self.must_be_graph:
@@ -687,7 +691,7 @@ class Step(StepState, TorchFunctionMode):
                 return self.for_good(func, args, kwargs)
         places = len(self.follower.numbers.get(func, ()))
         try:
-            note = self.recorder.record(func, args, kwargs, around, self.data_counts.counts_first)
+            note = self.recorder.record(func, args, kwargs, around, self.data_counts.counts_first, by_python)
         except CannotBeFollowed as error:
             self.recorder.failed = func, args, kwargs
             # autograd has been passed by where the dispatcher alone sees a call
@@ -714,6 +718,22 @@ class Step(StepState, TorchFunctionMode):
             refused = (func, *map(type, args)) in self.follower.refused
             return NotImplemented if refused else self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
+
+    def _compared(self, note: Note, args: Any, kwargs: Any) -> tuple[dict[Place, Any] | None, bool, bool]:
+        """Of a call and a known one: numbers that differ, whether this step has its counts, whether it is this one."""
+        told, known = note.numbers_told(args, kwargs), len(self.counts)
+        if told is None:
+            return None, True, False
+        self.counts += told
+        try:
+            found = numbers_that_differ(note, args, kwargs, self)
+            if not self.data_counts.may_be(note):
+                return found, False, False
+            if found and (tells(self, note, found) or not self.recorder.is_alike(note, args, kwargs, found)):
+                return found, True, False
+            return found, True, found is not None
+        finally:
+            del self.counts[known:]
 
     def _with_calls_seen(self, value: Any) -> Any:
         """A function of the user's as a function of torch may call it: what it calls is followed."""
@@ -802,6 +822,8 @@ class Step(StepState, TorchFunctionMode):
                 self.source_of(tensor)
         self.notes.append(note)
         self.held[note.depth] = args, kwargs
+        known_before = len(self.counts)
+        self.counts += note.numbers_told(args, kwargs) or ()
         if note.counts or self.counts:
             before, self.here, known_counts = self.here, note, len(self.counts)
             reason = None
@@ -820,6 +842,7 @@ class Step(StepState, TorchFunctionMode):
                 self.notes.pop()
                 del self.held[note.depth]
                 told = self.data_counts.take_back(known_counts)
+                del self.counts[known_before:]
                 if reason is not None:
                     self.eagerly(reason)
                     return note.func(*args, **kwargs)
@@ -1037,7 +1060,9 @@ class Step(StepState, TorchFunctionMode):
     def mark(self) -> int:
         """A hash of the path so far, and of its numbers that differ in other steps."""
         numbers = self.numbers_between(0, len(self.notes)) if self.known_numbers is None else self.known_numbers
-        return stable_hash((self.here.mark, sorted(numbers.items(), key=repr))) if numbers else self.here.mark
+        told = [self.counts[i] for i in told_in(self.notes)] if self.has_data_counts else []
+        known = sorted(numbers.items(), key=repr), told
+        return stable_hash((self.here.mark, known)) if numbers or told else self.here.mark
 
     @property
     def is_first(self) -> bool:

@@ -1,0 +1,126 @@
+"""Numbers that Python tells: a window's place, a length that was drawn.
+
+Where calls of one line have other numbers in other steps, and nothing that is known gives them, they are counts of the
+step like sizes that data decide: Python tells them by the call, and one graph does for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_spmd import _private_api as private
+from lightning_spmd.stages.capture.follow.engine import EngineCall
+from lightning_spmd.stages.capture.follow.matching import keeps_shapes
+from lightning_spmd.stages.capture.follow.notes import Note, Place, leaf_at, leaves_by_place
+from lightning_spmd.stages.capture.follow.step_state import StepState
+from lightning_spmd.stages.capture.follow.worlds import CallByHand
+
+_MOST_TOLD = 8
+"""Numbers that one call tells; each is one more of the path."""
+_MOST_PATHS = 2
+"""A call of which so many paths did for one number alone, and none for all, does not tell them."""
+
+
+def tells(step: StepState, note: Note, numbers: Mapping[Place, Any]) -> bool:
+    """Whether a call with other numbers than a known one is another call, that tells them.
+
+    Args:
+        step: the step.
+        note: the known call.
+        numbers: those of the new call that are others.
+    """
+    if not _may_tell(note.func) or not any(map(_is_count, numbers.values())):
+        return False
+    if note.decides:
+        told_from_now_on(step, note)
+    return _is_told(step, note)
+
+
+def told_from_now_on(step: StepState, note: Note) -> None:
+    """Numbers of a call follow from nothing that is known."""
+    if _may_tell(note.func):
+        step.follower.told_at.setdefault((note.func, note.source), 0)
+
+
+def does_for_all(step: StepState, note: Note) -> None:
+    """A path does for all numbers of a call that tells them."""
+    step.follower.told_at[note.func, note.source] = -_MOST_PATHS
+
+
+def does_for_one(step: StepState, note: Note) -> None:
+    """A path does for one of these numbers alone."""
+    key = note.func, note.source
+    if step.follower.told_at.get(key, -1) >= 0:
+        step.follower.told_at[key] += 1
+
+
+def _is_told(step: StepState, note: Note) -> bool:
+    return step.follower.told_at.get((note.func, note.source), _MOST_PATHS) < _MOST_PATHS
+
+
+def told_numbers(step: StepState, others: Sequence[Note], args: Any, kwargs: Any) -> dict[Place, tuple[Place, int]]:
+    """Places of numbers of a new call that are counts, each with the place of the one that is so much less, or its own.
+
+    Args:
+        step: the step.
+        others: known calls that differ from it in numbers alone.
+        args: its arguments.
+        kwargs: likewise.
+    """
+    if not step.has_counts:  # of others there may be a formula
+        for note in others:
+            told_from_now_on(step, note)
+    known = [note for note in others if _is_told(step, note)]
+    found, differ = dict[Place, tuple[Place, int]](), dict[Place, list[int]]()
+    for place, leaf in leaves_by_place((args, kwargs)) if known else ():
+        if not _is_count(leaf):
+            continue
+        column = [leaf, *(int(leaf_at((note.args, note.kwargs), place)) for note in known)]
+        if len(set(column)) == 1:
+            continue
+        apart = ((base, {n - its for n, its in zip(column, of, strict=True)}) for base, of in differ.items())
+        base, more = next(((base, more) for base, more in apart if len(more) == 1), (place, {0}))
+        found[place] = base, more.pop()
+        if base == place:
+            differ[place] = column
+    return found if len(differ) <= _MOST_TOLD else {}
+
+
+def _may_tell(func: Any) -> bool:
+    return not (keeps_shapes(func) or isinstance(func, (EngineCall, CallByHand)))
+
+
+def _is_count(number: Any) -> bool:
+    return type(number) is int and number >= 0
+
+
+def at_symbols(tensor: Tensor, index: Any) -> Tensor:
+    """``tensor[index]`` with symbols among the positions, of which torch's indexing in C++ would take the very numbers.
+
+    Args:
+        tensor: what is indexed.
+        index: as Python has it.
+    """
+    parts: tuple[Any, ...] = index if type(index) is tuple else (index,)
+    if not any(map(private.is_symbol, parts)) or any(isinstance(part, (Tensor, bool)) for part in parts):
+        return tensor[index]
+    taken, dim, dims = sum(part is not None and part is not Ellipsis for part in parts), 0, list[int]()
+    for part in parts:
+        dims += [dim] * private.is_symbol(part)
+        dim += tensor.ndim - taken if part is Ellipsis else type(part) is not int
+    found = tensor[tuple(slice(part, part + 1) if private.is_symbol(part) else part for part in parts)]
+    for dim in reversed(dims):
+        found = found.select(dim, 0)
+    return found
+
+
+def put_at_symbols(tensor: Tensor, index: Any, value: Any) -> None:
+    """``tensor[index] = value`` likewise."""
+    place = at_symbols(tensor, index)
+    place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+
+AT_SYMBOLS = {Tensor.__getitem__: at_symbols, Tensor.__setitem__: put_at_symbols}

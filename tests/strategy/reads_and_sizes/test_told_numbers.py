@@ -1,0 +1,260 @@
+"""Numbers that Python draws or counts itself are places and lengths of parts: one graph does for all of them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers.ranks import RankError, RankPool
+from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
+from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
+from tests.strategy.small import run
+
+
+class Telling(Counting):
+    """A loss of parts that Python chooses."""
+
+    seed = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.drawn = random.Random(self.global_step + self.seed)
+        self.step = self.global_step
+        return super().training_step(batch, batch_idx)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Twelve numbers of steps in each row."""
+        return self.wide(x)[:, None] * self.embedding.weight[:12]
+
+
+class Window(Telling):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin = self.drawn.randint(0, 8)
+        return self.hidden(x)[:, begin : begin + 4].tanh().square().mean()
+
+
+class WindowAndNext(Telling):
+    """Each step of the window and the one behind it."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin, hidden = self.drawn.randint(0, 7), self.hidden(x)
+        now, then = hidden[:, begin : begin + 4], hidden[:, begin + 1 : begin + 5]
+        return (now - then.detach()).square().mean()
+
+
+class TwoWindows(Telling):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        one, other = self.drawn.randint(0, 8), self.drawn.randint(0, 8)
+        return (hidden[:, one : one + 4].tanh() * hidden[:, other : other + 4].flip(1)).abs().mean()
+
+
+class Crop(Telling):
+    """A part of an image, at random."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        images = self.hidden(x)[..., None] * self.embedding.weight[20:36, 0]
+        left, top = self.drawn.randint(0, 8), self.drawn.randint(0, 8)
+        return images[:, left : left + 4, :, top : top + 8].square().mean()
+
+
+class AnyLength(Telling):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin = self.drawn.randint(0, 4)
+        return self.hidden(x)[:, begin : self.drawn.randint(begin + 3, 12)].tanh().square().mean()
+
+
+class CutOut(Telling):
+    """Written into."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, begin = self.hidden(x).clone(), self.drawn.randint(0, 8)
+        hidden[:, begin : begin + self.drawn.randint(1, 4)] = 0
+        return hidden.square().mean()
+
+
+class Parts(Telling):
+    """All of it in three: the last part follows from the others."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        one, other = self.drawn.randint(2, 5), self.drawn.randint(2, 5)
+        first, second, rest = self.hidden(x).split([one, other, 12 - one - other], 1)
+        return first.square().mean() + second.mean() + rest.abs().mean()
+
+
+class Place(Telling):
+    """One step, which torch's indexing takes as a plain number."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return self.hidden(x)[:, self.drawn.randint(0, 11)].square().mean()
+
+
+class PlaceWritten(Telling):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, place = self.hidden(x).clone(), self.drawn.randint(0, 11)
+        hidden[:, place, None] = self.wide(x)[:, None]
+        return hidden[..., place, :].sum() / 50 + hidden.square().mean()
+
+
+class Ring(Telling):
+    """A memory of a few slots, filled one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.zeros(12, 6))
+        self.memory: Tensor
+        self.slot = 0
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.wide(x)
+        loss = (hidden @ self.memory.clone().t()).square().mean() + self(x).square().mean()
+        with torch.no_grad():
+            self.memory[self.slot : self.slot + 3] = hidden[:3]
+        self.slot = (self.slot + 3) % 12
+        return loss
+
+
+class Turns(Telling):
+    """As far as was drawn, and what came to the front is weighed once more."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, by = self.hidden(x), self.drawn.randint(1, 6)
+        turned = torch.cat([hidden[:, by:], hidden[:, :by]], 1)
+        return turned.square().mean() + turned[:, :by].tanh().mean()
+
+
+class Curriculum(Telling):
+    """A step more in each step."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return self.hidden(x)[:, : 3 + self.step % 9].square().mean()
+
+
+class BehindRead(Telling):
+    """Drawn once a value has been read, in graphs that have begun."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        weight, begin = hidden.mean().item(), self.drawn.randint(0, 8)
+        return hidden[:, begin : begin + 4].square().mean() * (1 + abs(weight))
+
+
+class ReadBetween(Telling):
+    """A value of the window is read before the next number is drawn."""
+
+    seed = 6
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin = self.drawn.randint(0, 8)
+        window = self.hidden(x)[:, begin : begin + 4]
+        weight, row = window.mean().item(), self.drawn.randint(0, 7)
+        return window[row].tanh().square().mean() * (1 + abs(weight))
+
+
+class LastRows(Telling):
+    """So few that hardly any number of rows is left in what graphs are made with."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        first = self.drawn.randint(0, 8)
+        return F.cross_entropy(self(x[first:]), y[first:])
+
+
+class OfChosen(Telling):
+    """A window of the rows that a mask chooses: both kinds of counts."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin = self.drawn.randint(0, 8)
+        return self.hidden(x[mask])[:, begin : begin + 4].square().sum() / 200
+
+
+class Multiple(Telling):
+    """Filled up to a multiple of four, which is folded."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        length = self.drawn.randint(5, 12)
+        steps = F.pad(self.hidden(x)[:, :length], (0, 0, 0, -length % 4))
+        return steps.unflatten(1, (-1, 4)).mean(2).square().mean()
+
+
+class AlikeOnce(Telling):
+    """Two masks that are the same in a step that is recorded, and in hardly any other one."""
+
+    places = ((0, 2), (3, 5), (2, 6), (4, 4), (1, 6), (2, 7), (5, 3))
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(x)
+        one, other = (hidden[:, place : place + 4, 0] for place in self.places[self.step % 7])
+        return (one[one > 0].sum() - other[other > 0].square().sum()) / 500
+
+
+class Rows(Telling):
+    """Some of the rows, which ranks have in parts."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        begin = self.drawn.randint(0, 3)
+        return self.wide(x)[begin : begin + 5].square().mean() + self(x).square().mean()
+
+
+ALL = {
+    Window: 3,
+    WindowAndNext: 5,
+    TwoWindows: 5,
+    Crop: 3,
+    AnyLength: 3,
+    CutOut: 5,
+    Parts: 3,
+    Place: 3,
+    PlaceWritten: 6,
+    Ring: 3,
+    Turns: 3,
+    Curriculum: 4,
+    BehindRead: 4,
+    ReadBetween: 8,
+    LastRows: 5,
+    OfChosen: 4,
+    Multiple: 6,
+    AlikeOnce: 6,
+    Rows: 4,
+}
+"""With as many graphs at most: of numbers with which torch does something else there are more."""
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_one_graph_for_all_numbers(make: type[Telling]) -> None:
+    ours = train(make, "spmd", range(12, 13))
+    assert_compiled(ours)
+    assert (ours.captures <= ALL[make], ours.eager_steps) == (True, 0)
+    assert_bitwise(ours, train(make, "auto", range(12, 13)))
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_batches_of_all_sizes(make: type[Telling]) -> None:
+    ours = train(make, "spmd", range(9, 15))
+    assert_compiled(ours)
+    assert ours.eager_steps <= (14 if make in (CutOut, Parts, Multiple) else 2)
+    assert_bitwise(ours, train(make, "auto", range(9, 15)))
+
+
+@pytest.mark.parametrize("make", [Window, AnyLength, Parts, Place, Ring, BehindRead, Rows])
+def test_they_are_those_of_all_ranks(make: type[Telling], two_ranks: RankPool) -> None:
+    ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)
+    assert_compiled(ours[0])
+    assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=3))
+
+
+class Apart(Window):
+    """Each rank has drawn another place."""
+
+    @property
+    def seed(self) -> int:  # type: ignore[override]
+        return 7 * self.global_rank * (self.global_step > 5)
+
+
+def test_ranks_that_tell_others_are_named(two_ranks: RankPool) -> None:
+    expected = r"__getitem__ at .*test_told_numbers.py:\d+ is given \d+ on rank 0 and \d+ on rank 1"
+    with pytest.raises(RankError, match=expected):
+        two_ranks.run(run, Apart, "spmd", 2, max_epochs=3)
