@@ -197,6 +197,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (TOLD,),
     ),
     Mutant(
+        "a graph that waits before its update has the sizes of the one before",
+        CAPTURE,
+        "stages/runtime/executor.py",
+        "            inputs = self._inputs(program, batch, pending)\n",
+        "            inputs = program.inputs(batch, pending)\n",
+        (SIZES,),
+    ),
+    Mutant(
         "a graph has the numbers that Python told first",
         CAPTURE,
         "ir/sizes.py",

@@ -220,10 +220,8 @@ class Executable:
             batch: tensor leaves of the batch, in order.
             pending: as of :meth:`run`; done when the first values are there.
         """
-        if self.sizes is not None:
-            self.sizes.begin(batch)
         program, values = self._taking_over(pending)
-        return program.talk(*program.inputs(batch, values))
+        return program.talk(*self._inputs(program, batch, values))
 
     def ended(self, outputs: Sequence[Any]) -> tuple[Sequence[Any], Pending | None]:
         """Store the results of such a run. Returns the outputs of the captured graph and the deferred work."""
@@ -252,8 +250,6 @@ class Executable:
             ReadMiss: Python would decide otherwise than at capture; the pending work is done, all else is unchanged.
         """
         self._question = question
-        if self.sizes is not None:
-            self.sizes.begin(batch)
         if self._trials:
             return self._try(self._trials[0], batch), None
         program, values = self._taking_over(pending)
@@ -355,11 +351,17 @@ class Executable:
         self._store(outputs)
         return outputs
 
+    def _inputs(self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any]) -> Sequence[Any]:
+        """The inputs of a run that begins, with its sizes."""
+        if self.sizes is not None:
+            self.sizes.begin(batch)
+        return program.inputs(batch, pending)
+
     def _compute(
         self, program: Program, batch: Sequence[Tensor], pending: Sequence[Any], run: Callable[..., Sequence[Any]]
     ) -> Sequence[Any]:
         with GraphSwitches(), ErrorsNamePlaces():
-            inputs = program.inputs(batch, pending)
+            inputs = self._inputs(program, batch, pending)
             if self.state.streams is None:  # one device: the graph draws eager's own numbers
                 with random_numbers_kept(draws=self._draws and self.decides):
                     outputs = run(*inputs)

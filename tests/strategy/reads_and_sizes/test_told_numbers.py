@@ -37,6 +37,13 @@ class Window(Telling):
         return self.hidden(x)[:, begin : begin + 4].tanh().square().mean()
 
 
+class Paused(Window):
+    """A hook looks at gradients: the graph waits before its update."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = float(self.wide.weight.grad.norm())  # type: ignore[union-attr]
+
+
 class WindowAndNext(Telling):
     """Each step of the window and the one behind it."""
 
@@ -239,7 +246,7 @@ def test_batches_of_all_sizes(make: type[Telling]) -> None:
     assert_bitwise(ours, train(make, "auto", range(9, 15)))
 
 
-@pytest.mark.parametrize("make", [Window, AnyLength, Parts, Place, Ring, BehindRead, Rows])
+@pytest.mark.parametrize("make", [Window, Paused, AnyLength, Parts, Place, Ring, BehindRead, Rows])
 def test_they_are_those_of_all_ranks(make: type[Telling], two_ranks: RankPool) -> None:
     ours = two_ranks.run(run, make, "spmd", 2, max_epochs=3)
     assert_compiled(ours[0])

@@ -347,6 +347,13 @@ class Chained(Model):
         return y + torch.cdist(y, x, 2.0 if self.ran % 3 else 3.0).mean(-1, keepdim=True) + chain.mean()
 
 
+class Paused(Arithmetic):
+    """A hook looks at gradients: on several ranks the graph waits before its update."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norm = float(self.head.weight.grad.norm())  # type: ignore[union-attr]
+
+
 class Spectrum(Model):
     """Cut or filled up to 40, within one operator."""
 
@@ -552,6 +559,7 @@ def run_on_ranks(
         pytest.param(Arithmetic, {"overlap_iterations": True, "bucket_size_mb": 0.001}, 2, id="overlapped"),
         pytest.param(Arithmetic, {"data_parallel": "zero3"}, 2, id="sharded"),
         pytest.param(Undropped, {"data_parallel": "zero3"}, 3, id="recurrent"),
+        pytest.param(Paused, {}, 2, id="paused"),
     ],
 )
 def test_two_ranks_equal_one_device(
