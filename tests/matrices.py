@@ -1416,6 +1416,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "sizes[Curriculum]",
         "sizes[BehindRead]",
         "sizes[Multiple]",
+        "sizes[Pooled]",
         "sizes[AlikeOnce]",
         "sizes[Rows]",
         "ranks[AnyLength]",

@@ -501,6 +501,10 @@ class _Run:
             numbers += [*given, *(size for tensor in made for size in tensor.shape)]
         return names, numbers
 
+    def computing(self) -> list[Any]:
+        """The operators of the last call that give no views."""
+        return [func for func, *_ in self.operators()[0] if not getattr(func, "is_view", False)]
+
     def slices_less(self, others: Sequence[_Run]) -> bool:
         """Whether the last call is that of other runs, but that slices took all and were left out."""
         tables = [run.but_slices() for run in (self, *others)]
@@ -797,7 +801,12 @@ class _Pass:
         if is_new:
             conditions += self._slices_of(note, made)
             wanted = self._shapes(self._few, known)
-            alike = [run is None or run.kind == kind for run in self._few]
+            usual = self._runs[0].computing()
+            told = len(self._few) - 2  # of few rows a sum may be left out; by Python's numbers kernels are chosen
+            alike = [
+                run is None or (run.kind == kind and (i >= told or run.computing() == usual))
+                for i, run in enumerate(self._few)
+            ]
             others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not alike[i])]
             if others:
                 counts = self._counts_of(note, numbers, found)
@@ -872,7 +881,7 @@ class _Pass:
             _Again: there are others.
         """
         names, every = [run.operators()[0] for run in self._runs], self._every
-        if len({tuple([func for func, *_ in its if not getattr(func, "is_view", False)]) for its in names}) > 1:
+        if len({tuple(run.computing()) for run in self._runs}) > 1:
             return  # they compute otherwise
         often = max(names, key=names.count)
         rare = [run.counts for run, its in zip(self._runs, names, strict=True) if its != often]
