@@ -1417,6 +1417,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "sizes[BehindRead]",
         "sizes[Multiple]",
         "sizes[Pooled]",
+        "sizes[WholeOnce]",
         "sizes[AlikeOnce]",
         "sizes[Rows]",
         "ranks[AnyLength]",

@@ -433,6 +433,7 @@ class _Run:
     Attributes:
         kind: of the last call: which of its operands it returned, with which its results share memory if anything is
             written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
+        gradients: that the last backward pass gave to calls that were taken for made.
     """
 
     def __init__(
@@ -444,6 +445,8 @@ class _Run:
     ) -> None:
         self._step, self.counts = step, counts
         self.kind: Any = None
+        self.gradients: list[Tensor] = []
+        self._assumed: list[Tensor] = []
         self._writes = any(note.writes for note in step.notes)
         places = () if step.tree is None else step.tree.sizes.places
         self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
@@ -475,6 +478,7 @@ class _Run:
                     shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
                     made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
                     values.made[source] = made.requires_grad_(trained)
+                    self._assumed.append(made)
                     # nobody may write into leaves; a copy has no gaps, and to ask symbols for strides is to decide
                     if trained and all(type(n) is int for n in (*shape, *stride)):
                         copied = made.clone()
@@ -486,7 +490,10 @@ class _Run:
         recording = self._recording
         value, recording.below.seen = recording.values.of(loss), []
         with self._step.beside(), recording.active(), torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(value, leaves_of([value]), allow_unused=True)
+            leaves = leaves_of([value])
+            given = zip(leaves, torch.autograd.grad(value, leaves, allow_unused=True), strict=True)
+            assumed = set(map(id, self._assumed))
+            self.gradients = [gradient for leaf, gradient in given if gradient is not None and id(leaf) in assumed]
         return [tensor for *_, out in recording.below.seen for tensor in tensors_in(out)]
 
     def operators(self) -> tuple[list[Any], list[int]]:
@@ -1085,7 +1092,7 @@ class _Pass:
             self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
-        slices = self._slices_of(note, [()] * len(self._runs), is_behind=True)
+        slices = self._slices_of(note, [run.gradients for run in self._runs], is_behind=True)
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:
