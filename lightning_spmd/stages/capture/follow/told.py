@@ -32,7 +32,7 @@ def tells(step: StepState, note: Note, numbers: Mapping[Place, Any]) -> bool:
         note: the known call.
         numbers: those of the new call that are others.
     """
-    if not _may_tell(note.func) or not any(map(_is_count, numbers.values())):
+    if _has_read(step) or not _may_tell(note.func) or not any(map(_is_count, numbers.values())):
         return False
     if note.decides:
         told_from_now_on(step, note)
@@ -57,6 +57,11 @@ def does_for_one(step: StepState, note: Note) -> None:
         step.follower.told_at[key] += 1
 
 
+def _has_read(step: StepState) -> bool:
+    """Whether Python has read whole numbers, from which others may follow."""
+    return any(note.whole is not None for note in step.notes)
+
+
 def _is_told(step: StepState, note: Note) -> bool:
     return step.follower.told_at.get((note.func, note.source), _MOST_PATHS) < _MOST_PATHS
 
@@ -70,6 +75,8 @@ def told_numbers(step: StepState, others: Sequence[Note], args: Any, kwargs: Any
         args: its arguments.
         kwargs: likewise.
     """
+    if _has_read(step):
+        return {}
     if not step.has_counts:  # of others there may be a formula
         for note in others:
             told_from_now_on(step, note)
