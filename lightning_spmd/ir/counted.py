@@ -7,11 +7,10 @@ a product of two, with a number added. Nothing else is looked for.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -27,23 +26,21 @@ GRAPHS = 3
 """So many graphs are compared."""
 _LARGEST_ADDED = 1 << 16
 _DIVISORS = range(2, 17)
-_TRIES = 64
-"""For each set of counts with conditions."""
+_TRIES = 200
+"""Tries for each other set of counts."""
 _OTHERS = 24
 """Sets of counts with which formulas are told apart."""
 _HARDLY_ANY = "hardly any other number of rows or elements is treated alike"
 _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
-
-
 _DRAWS = 2000
-"""For each set of counts that cannot be chosen one after the other."""
+"""Tries for each set of counts of which graphs are made."""
+_PATIENCE = 24
+"""So many for each count without less missing end the search for what is asked of samples alone."""
 
 Ties = Mapping[int, Formula]
 """Counts that follow from others in all steps, with how."""
 _NONE: Ties = {}
-_NUMBERS = [*range(2, 128), *(n for n in range(129, 5000, 7) if n % 8)]
-"""Counts that are tried where not all are treated alike."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -89,34 +86,46 @@ def samples_within(
     seed: int = 0,
     others: Collection[int] = (),
 ) -> list[tuple[int, ...]]:
-    """Such sets of counts that fulfill conditions.
+    """Such sets of counts that fulfill conditions, changed one by one, at random, until they do.
+
+    What is asked of samples beside the conditions is given up where it cannot be had: equal counts would be one number
+    of a graph, and so would a count and another size.
 
     Args:
         number: of counts.
         pins: those that have one value in all sets.
-        conditions: each is asked once the last count that it is about is chosen.
+        conditions: which they fulfill.
         ties: counts that follow from others.
         seed: another one gives other sets.
-        others: sizes that are no counts, which a graph would treat as one with a count of the same size.
+        others: sizes that are no counts.
 
     Raises:
         Apart: there are hardly any.
     """
-    conditions, open_ties = list(conditions), {i: formula for i, formula in ties.items() if i not in pins}
-    found: list[tuple[int, ...]] | None = None
-    if all(max(formula.names()) < i for i, formula in open_ties.items()):
-        with contextlib.suppress(Apart):
-            found = _chosen(number, pins, conditions, open_ties, seed, others)
-            apart = _of_their_own(number, pins, open_ties)
-            if all(len({sample[i] for i in apart}) == len(apart) for sample in found):
-                return found
-    try:  # equal ones would be one number of a graph
-        draws = _DRAWS if found is None else _DRAWS // 4
-        return _drawn(number, pins, conditions, open_ties, seed, others, draws)
-    except Apart:
-        if found is None:
-            raise
-        return found
+    ties = {i: formula for i, formula in ties.items() if i not in pins}
+    conditions = list(dict.fromkeys(conditions))
+    draws, found = random.Random(seed), list[tuple[int, ...]]()
+    free = [i for i in range(number) if i not in pins and i not in ties]
+    apart = _of_their_own(number, pins, ties)
+    unmet = _unmet(conditions)
+
+    def missed(counts: Sequence[int]) -> tuple[int, int]:
+        """How much is not as it must be, and if nothing is, how much not as it should be."""
+        needed = sum(n < 2 and i not in pins for i, n in enumerate(counts)) + unmet(counts)
+        again = sum(any(counts[i] == one[i] for one in found) for i in free)
+        needed += again if len(found) < GRAPHS else 0  # which are compared with each other
+        if needed:
+            return needed, 0
+        different = {counts[i] for i in apart}
+        rests = (not _differ_in_rests(*(one[i] for one in found), counts[i]) for i in free if len(found) == 2)
+        return 0, again + sum(rests) + 2 * (len(apart) - len(different)) + len(different.intersection(others))
+
+    for likely in samples_of(number, seed=seed):
+        counts, lacks = _changed(likely, pins, ties, draws, conditions, missed, _DRAWS)
+        if lacks[0]:
+            raise Apart(_HARDLY_ANY)
+        found.append(tuple(counts))
+    return found
 
 
 def _of_their_own(number: int, pins: Mapping[int, int], ties: Ties) -> list[int]:
@@ -125,97 +134,58 @@ def _of_their_own(number: int, pins: Mapping[int, int], ties: Ties) -> list[int]
     return [i for i in range(number) if i not in pins and not (i in ties and str(ties[i]) in same)]
 
 
-def _chosen(
-    number: int,
+def _changed(
+    likely: Sequence[int],
     pins: Mapping[int, int],
-    conditions: Sequence[Formula],
     ties: Ties,
-    seed: int,
-    others: Collection[int],
-) -> list[tuple[int, ...]]:
-    """One after the other, far from each other if they may be."""
-    by_last: dict[int, list[str]] = {}
-    for formula in conditions:
-        by_last.setdefault(max(formula.names()), []).append(f"({formula})")
-    asked_of = {last: Formula(" and ".join(codes)) for last, codes in by_last.items()}
-    used: set[int] = set()
-    found: list[tuple[int, ...]] = []
-    for row, sample in enumerate(samples_of(number, seed=seed)):
-        counts: list[int] = []
-        for i, likely in enumerate(sample):
-            asked, before = asked_of.get(i), [one[i] for one in found]
-            chosen = ties[i].at(counts) if i in ties else pins.get(i, likely)
-
-            def fits(n: int, asked: Any = asked, counts: Any = counts) -> bool:
-                return asked is None or bool(asked.at([*counts, n]))
-
-            if i not in ties and i not in pins and not (fits(likely) and likely not in others):
-                fitting = [n for n in _NUMBERS if n not in before and fits(n)]
-                fitting = [n for n in fitting if row != 2 or _differ_in_rests(*before, n)]
-                for avoided in (counts, others, used):  # equal ones would be one number of a graph
-                    fitting = [n for n in fitting if n not in avoided] or fitting
-                if fitting:
-                    chosen = fitting[((row + 1) * len(fitting) // (GRAPHS + 2) + seed) % len(fitting)]
-            if not fits(chosen) or (i in ties and chosen < 2):
-                raise Apart(_HARDLY_ANY)
-            counts.append(chosen)
-            used.add(chosen)
-        found.append(tuple(counts))
-    columns = [column for i, column in enumerate(zip(*found, strict=True)) if i not in ties and i not in pins]
-    if len(set(columns)) < len(columns):
-        raise Apart(_HARDLY_ANY)
-    return found
-
-
-def _drawn(
-    number: int,
-    pins: Mapping[int, int],
+    draws: random.Random,
     conditions: Sequence[Formula],
-    ties: Ties,
-    seed: int,
-    others: Collection[int],
+    missed: Callable[[Sequence[int]], tuple[int, int]],
     tries: int,
-) -> list[tuple[int, ...]]:
-    """At random, until they fulfill the conditions: of a sum and its parts none can be chosen after the other."""
-    draws, found = random.Random(seed), list[tuple[int, ...]]()
-    free = [i for i in range(number) if i not in pins and i not in ties]
-    apart = _of_their_own(number, pins, ties)
-    asked = Formula(" and ".join(f"({formula})" for formula in conditions) or "True")
-    for row, likely in enumerate(samples_of(number, seed=seed)):
-        for attempt in range(tries):
-            kept, largest = draws.random(), draws.uniform(1.5, 9)  # all of them must be small, if their sum is
-            chosen = [n if draws.random() < kept else round(2 ** draws.uniform(1, largest)) for n in likely]
-            counts = with_ties(_moved(chosen, pins, ties), pins, ties)
-            if min(counts, default=0) < 2 or not asked.at(counts):
-                continue
-            different = {counts[i] for i in apart}
-            if len(different) < len(apart) and attempt < tries * 3 // 4:
-                continue
-            columns = [[*(one[i] for one in found), counts[i]] for i in free]
-            if any(len(set(column)) < len(column) for column in columns):
-                continue
-            are_usual = different.isdisjoint(others) and (
-                row != 2 or all(_differ_in_rests(*column) for column in columns)
-            )
-            if are_usual or attempt > tries // 2:
-                found.append(tuple(counts))
-                break
-        else:
-            raise Apart(_HARDLY_ANY)
-    return found
+) -> tuple[list[int], tuple[int, int]]:
+    """Counts with what they miss, where one after the other was changed for as long as that left no more missing.
+
+    Args:
+        likely: to begin with.
+        pins: those that are not changed.
+        ties: those that follow from others.
+        draws: chooses.
+        conditions: what is about those that are not fulfilled is changed first.
+        missed: how much is not as it must be, and how much not as it should be.
+        tries: to have all that must be.
+    """
+    counts, free = with_ties(likely, pins, ties), [i for i in range(len(likely)) if i not in pins and i not in ties]
+    names = [formula.names().intersection(free) for formula in conditions]
+    lacks, about, patience = missed(counts), list[int](), 0
+    is_new = True
+    for _ in range(tries if free else 0):
+        if lacks == (0, 0) or patience > _PATIENCE * len(free):
+            break
+        if is_new:
+            its = zip(names, conditions, strict=True) if lacks[0] else ()
+            about = [i for some, formula in its if not formula.at(counts) for i in some]
+        moved = list(counts)
+        for _ in range(draws.choice((1, 1, 2))):  # of what is rounded two must be others at once
+            i = draws.choice(about if about and draws.random() < 0.8 else free)
+            size, near = round(2 ** draws.uniform(1, draws.uniform(1.5, 9))), counts[i] + draws.randint(-3, 3)
+            moved[i] = draws.choice((likely[i], max(2, near), size))
+        moved = with_ties(moved, pins, ties)
+        found = missed(moved)
+        patience = 0 if lacks[0] or found < lacks else patience + 1
+        if is_new := found <= lacks:
+            counts, lacks = moved, found
+    return counts, lacks
 
 
-def _moved(counts: Sequence[int], pins: Mapping[int, int], ties: Ties) -> list[int]:
-    """Counts, of which one other of each tie is changed so that what follows is what was drawn for it."""
-    found = [pins.get(i, count) for i, count in enumerate(counts)]
-    for i, formula in ties.items():
-        missing = found[i] - (formula.at(found) or 0)
-        for j in sorted(formula.names() - pins.keys() - ties.keys()):
-            moved = [*found[:j], found[j] + missing, *found[j + 1 :]]
-            if moved[j] >= 2 and formula.at(moved) == found[i]:
-                found = moved
-                break
-    return found
+def _unmet(conditions: Sequence[Formula]) -> Callable[[Sequence[int]], int]:
+    """How many conditions some counts do not fulfill."""
+    each = Formula(" + ".join(f"(not ({condition}))" for condition in conditions) or "0")
+
+    def unmet(counts: Sequence[int]) -> int:
+        number = each.at(counts)
+        return len(conditions) if number is None else number
+
+    return unmet
 
 
 def with_ties(counts: Sequence[Any], pins: Mapping[int, int], ties: Ties) -> list[Any]:
@@ -298,11 +268,16 @@ def _mixed(
     ties: tuple[tuple[int, Formula], ...],
     conditions: tuple[Formula, ...],
 ) -> list[list[int]]:
-    found: list[list[int]] = []
-    for draw in map(random.Random, range(sets * _TRIES)):
-        largest = draw.uniform(1.5, 9) if conditions else 9  # small ones all at once fulfill most of them
-        counts = with_ties([round(2 ** draw.uniform(1, largest)) for _ in range(number)], dict(pins), dict(ties))
-        if counts not in found and all(condition.at(counts) for condition in conditions):
+    found, unmet = list[list[int]](), _unmet(conditions)
+
+    def missed(counts: Sequence[int]) -> tuple[int, int]:
+        return unmet(counts) + (counts in found), 0
+
+    for draws in map(random.Random, range(2 * sets)):
+        largest = draws.uniform(1.5, 9) if conditions else 9  # small ones all at once fulfill most of them
+        likely = [round(2 ** draws.uniform(1, largest)) for _ in range(number)]
+        counts, lacks = _changed(likely, dict(pins), dict(ties), draws, conditions, missed, _TRIES)
+        if not lacks[0]:
             found.append(counts)
         if len(found) == sets:
             break
@@ -316,7 +291,7 @@ def told_apart(
     ties: Ties,
     conditions: Sequence[tuple[int, Formula]] = (),
 ) -> bool:
-    """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``.
+    """Whether the samples tell formulas apart, as ``(s0 + s1) // 2`` and ``(s0 + s1 + 1) // 2``, and from constants.
 
     Args:
         formulas: all of them, each with the depth of its call.
@@ -327,8 +302,12 @@ def told_apart(
             do. Samples fulfill those of all calls; formulas of calls before are for other counts as well.
     """
     known: dict[tuple[int | None, ...], Formula] = {}
+    stated = {str(condition) for _, condition in conditions}
     for depth, formula in sorted(formulas, key=lambda pair: pair[0]):
-        other = known.setdefault(tuple(formula.at(sample) for sample in samples[:GRAPHS]), formula)
+        values = tuple(formula.at(sample) for sample in samples[:GRAPHS])
+        if len(set(values)) == 1 and not is_stated(formula, values[0], stated) and formula.names() - pins.keys():
+            known.setdefault(values, Formula(str(values[0])))
+        other = known.setdefault(values, formula)
         if other is formula:
             continue
         asked = [condition for at, condition in conditions if at <= depth]
@@ -338,6 +317,11 @@ def told_apart(
         if any(formula.at(counts) != other.at(counts) for counts in others):
             return False
     return True
+
+
+def is_stated(formula: Formula, value: int | None, conditions: Collection[str]) -> bool:
+    """Whether conditions say that a formula has one value in all steps."""
+    return f"{formula} == {value}" in conditions or f"({formula}) == {value}" in conditions
 
 
 def rests_alike(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_of, samples_within
+from lightning_spmd.ir.counted import GRAPHS, CountFits, mixed, samples_of, samples_within, told_apart
 from lightning_spmd.ir.sizes import Counts, Formula
 from lightning_spmd.ir.unify import Apart
 
@@ -35,6 +35,21 @@ def test_sets_fulfill_conditions() -> None:
         samples_within(1, {}, [Formula("s0 < 4")])
 
 
+def test_sets_are_found_where_few_fulfill_all_conditions() -> None:
+    windows = [(f"s{i}", f"s{i + 1}") for i in range(0, 12, 2)]
+    conditions = [Formula(f"{end} <= 12") for _, end in windows] + [
+        Formula(f"{end} - {at} >= 2") for at, end in windows
+    ]
+    for sample in samples_within(12, {2: 0}, conditions):
+        assert sample[2] == 0
+        assert all(at + 2 <= end <= 12 for at, end in zip(sample[::2], sample[1::2], strict=True))
+    conditions = [Formula("s0 <= 12"), Formula("(s0 + s1) % 8 == 0"), Formula("(s0 + s1) * 3 == (s0 + s1) // 8 * 24")]
+    for seed in range(8):
+        for one, other, _ in samples_within(3, {}, conditions, {2: Formula("s0 + s1")}, seed):
+            assert one <= 12
+            assert (one + other) % 8 == 0
+
+
 def test_sums_that_are_equal_in_some_sets_have_a_formula() -> None:
     sets = [(3, 7, 10), (11, 5, 4), (8, 11, 2)]
     found = CountFits(Counts(3), sets).formula(tuple(6 * sum(one) + 1 for one in sets))
@@ -45,3 +60,11 @@ def test_mixed_counts_fulfill_conditions() -> None:
     found = mixed(2, 16, {}, {}, [Formula("s0 + s1 < 20")])
     assert len(found) == 16
     assert all(sum(one) < 20 for one in found)
+
+
+def test_samples_tell_formulas_apart_and_from_constants() -> None:
+    samples, length = [(2, 6), (3, 7), (5, 9), (4, 8)], Formula("s1 - s0")
+    assert not told_apart([(0, length)], samples, {}, {})
+    assert told_apart([(0, length)], samples, {}, {}, [(0, Formula("s1 - s0 == 4"))])
+    assert told_apart([(0, length)], [(2, 6), (3, 9), *samples[2:]], {}, {})
+    assert not told_apart([(0, Formula("s0 // 2")), (1, Formula("(s0 + 1) // 2"))], [(2, 6), (4, 8), (6, 9)], {}, {})

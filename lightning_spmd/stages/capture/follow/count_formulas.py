@@ -25,6 +25,7 @@ from lightning_spmd.ir.counted import (
     CountFits,
     Ties,
     are_fixed,
+    is_stated,
     mixed,
     rests_alike,
     samples_within,
@@ -410,8 +411,7 @@ def _constant(
     asked = set(map(str, conditions))
     for formula in formulas:
         value, *others = {formula.at(sample) for sample in samples[:GRAPHS]}
-        stated = {f"{formula} == {value}", f"({formula}) == {value}"}  # all steps have this value
-        if not others and formula.names() - pins.keys() and stated.isdisjoint(asked):
+        if not others and formula.names() - pins.keys() and not is_stated(formula, value, asked):
             return formula
     return None
 
