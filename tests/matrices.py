@@ -1406,6 +1406,8 @@ ROWS: dict[str, tuple[str, ...]] = {
         "numbers[CutOut]",
         "sizes[WindowAndNext]",
         "sizes[TwoWindows]",
+        "sizes[Crops]",
+        "sizes[HardlyMoved]",
         "sizes[Crop]",
         "sizes[CutOut]",
         "sizes[Parts]",
