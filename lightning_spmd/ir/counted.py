@@ -35,7 +35,7 @@ _SCALE_OF_PARTS = 10007
 """Beyond the samples of the counts themselves, for a few hundred of them."""
 _DRAWS = 2000
 """Tries for each set of counts of which graphs are made."""
-_PATIENCE = 24
+_PATIENCE = 30
 """So many for each count without less missing end the search for what is asked of samples alone."""
 
 Ties = Mapping[int, Formula]
@@ -85,6 +85,7 @@ def samples_within(
     ties: Ties = _NONE,
     seed: int = 0,
     others: Collection[int] = (),
+    alike: Collection[Sequence[int]] = (),
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions, changed one by one, at random, until they do.
 
@@ -98,6 +99,7 @@ def samples_within(
         ties: counts that follow from others.
         seed: another one gives other sets.
         others: sizes that are no counts.
+        alike: groups of counts of which equal ones are one number of a graph most likely.
 
     Raises:
         Apart: there are hardly any.
@@ -118,7 +120,9 @@ def samples_within(
             return needed, 0
         different = {counts[i] for i in apart}
         rests = (not _differ_in_rests(*(one[i] for one in found), counts[i]) for i in free if len(found) == 2)
-        return 0, again + sum(rests) + 2 * (len(apart) - len(different)) + len(different.intersection(others))
+        merged = sum(len(group) - len({counts[i] for i in group}) for group in alike)
+        equal = len(apart) - len(different) + 2 * merged
+        return 0, again + sum(rests) + 2 * equal + len(different.intersection(others))
 
     for likely in samples_of(number, seed=seed):
         counts, lacks = _changed(likely, pins, ties, draws, conditions, missed, _DRAWS)
@@ -161,9 +165,11 @@ def _changed(
     for _ in range(tries if free else 0):
         if lacks == (0, 0) or patience > _PATIENCE * len(free):
             break
-        if is_new:
-            its = zip(names, conditions, strict=True) if lacks[0] else ()
+        if is_new and lacks[0]:
+            its = zip(names, conditions, strict=True)
             about = [i for some, formula in its if not formula.at(counts) for i in some]
+        elif is_new:
+            about = [i for i in free if counts.count(counts[i]) > 1]
         moved = list(counts)
         for _ in range(draws.choice((1, 1, 2))):  # of what is rounded two must be others at once
             i = draws.choice(about if about and draws.random() < 0.8 else free)

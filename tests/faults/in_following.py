@@ -343,6 +343,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (SEAMS,),
     ),
     Mutant(
+        "a size that is less than nothing for symbols ends training",
+        CAPTURE,
+        f"{FOLLOW}/count_formulas.py",
+        "            except Exception:  # symbols stand for two at least",
+        "            except KeyError:  # symbols stand for two at least",
+        (f"{TOLD}::test_parts_that_are_empty_in_some_steps",),
+    ),
+    Mutant(
         "counts of samples are changed one by one alone",
         CAPTURE,
         "ir/counted.py",

@@ -93,6 +93,17 @@ class Parts(Telling):
         return first.square().mean() + second.mean() + rest.abs().mean()
 
 
+class EmptyParts(Telling):
+    """A part is nothing, or all of it: symbols stand for two at least, and what is left was less than nothing."""
+
+    ends = ((1, 2), (2, 3), (2, 4), (1, 3), (3, 5), (1, 5), (0, 4), (0, 0), (1, 1), (2, 5), (12, 12), (0, 12))
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        one, other = self.ends[self.step % 12]
+        first, second, rest = self.hidden(x).split([one, other - one, 12 - other], 1)
+        return (first.sum() + second.square().sum() + rest.abs().sum()) / 500
+
+
 class Place(Telling):
     """One step, which torch's indexing takes as a plain number."""
 
@@ -285,6 +296,12 @@ def test_batches_of_all_sizes(make: type[Telling]) -> None:
     assert_compiled(ours)
     assert ours.eager_steps <= (6 if make is Multiple else 2)
     assert_bitwise(ours, train(make, "auto", range(9, 15)))
+
+
+def test_parts_that_are_empty_in_some_steps() -> None:
+    ours = train(EmptyParts, "spmd", range(12, 13))
+    assert ours.eager_steps <= 4
+    assert_bitwise(ours, train(EmptyParts, "auto", range(12, 13)))
 
 
 @pytest.mark.parametrize("make", [Window, Paused, AnyLength, Parts, Place, Ring, BehindRead, Rows])

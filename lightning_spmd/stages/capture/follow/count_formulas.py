@@ -12,8 +12,10 @@ from __future__ import annotations
 import functools
 import itertools
 import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -74,6 +76,9 @@ _SMALL = (2, 3, 4, 6, 9)
 _FAR = 512
 """Up to where sizes of batches are tried so; of long ones up to eight times as far. Beyond there is another path."""
 _SEEDS = 24
+"""Sets of samples that are tried until formulas can be told apart."""
+_GOOD = 4
+"""Of so many that tell them apart the one is taken in which the fewest rests are alike."""
 _MOST_DECIDED = 4
 """Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
 _MOST_AVOIDED = 16
@@ -366,7 +371,12 @@ def samples_of_path(
     more_told = tuple([(depth, formula) for formula, depth in more_formulas.items()])
     sizes = frozenset(size for note in notes for spec in note.specs for size in spec.shape)
     conditions = tuple(dict.fromkeys(told)), tuple(dict.fromkeys(on_samples))
-    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes))
+    alike = defaultdict[Any, list[int]](list)
+    for note in notes:
+        for place, i in note.told.items():
+            alike[note.func, place].append(i)
+    groups = tuple(map(tuple, alike.values()))
+    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes, groups))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
@@ -379,23 +389,28 @@ def _samples(
     more_formulas: tuple[tuple[int, Formula], ...],
     all_ties: tuple[tuple[int, Formula], ...],
     sizes: frozenset[int],
+    alike: tuple[tuple[int, ...], ...],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(all_ties)
     told = tuple([(depth, condition) for depth, condition in told if condition.names() - pins.keys()])
     conditions = [*dict.fromkeys(condition for _, condition in told)]
     conditions += [condition for condition in usual if condition.names() - pins.keys()]
     its = [formula for _, formula in formulas]
-    best: tuple[int, list[tuple[int, ...]]] | None = None
+    good = list[tuple[int, list[tuple[int, ...]]]]()
     for seed in range(_SEEDS):
-        found = samples_within(number, pins, conditions, ties, seed, sizes)
+        try:
+            found = samples_within(number, pins, conditions, ties, seed, sizes, alike)
+        except Apart:
+            if not seed:
+                raise
+            continue
         if told_apart([*formulas, *more_formulas], found, pins, ties, told):
-            alike = rests_alike(its, found, pins, ties)
-            best = (alike, found) if best is None or alike < best[0] else best
-            if not alike:
+            good.append((rests_alike(its, found, pins, ties), found))
+            if not good[-1][0] or len(good) == _GOOD:
                 break
-    if best is None:
+    if not good:
         raise Apart("formulas of the numbers of rows or elements cannot be told apart")
-    samples = best[1]
+    samples = min(good, key=itemgetter(0))[1]
     if (formula := _constant(its, samples, pins, [condition for _, condition in told])) is not None:
         raise Apart(f"{formula} is the same number for all counts that are tried")
     return samples
@@ -801,8 +816,6 @@ class _Pass:
                 raise self._otherwise(
                     depth, choices, f"{call.name} is another one for some numbers of rows or elements"
                 )
-            if is_opaque:
-                self._symbolic.assume([(call, known)])
             sizes = [i for i in self._open if i < self._step.opened]
             conditions += [Condition(Formula(f"s{i} <= {self._bound}")) for i in sizes if is_new]
         if is_new:
@@ -833,6 +846,11 @@ class _Pass:
             if self._are_constant((*in_numbers, *in_specs), conditions):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
+        if is_opaque:
+            try:
+                self._symbolic.assume([(call, known)])
+            except Exception:  # symbols stand for two at least: what follows from them may be less than nothing
+                raise self._otherwise(depth, choices, f"{note.name} is not made for more rows or elements") from None
         for source, spec in zip(note.made, known, strict=True):
             self._specs[source] = spec
             self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))
