@@ -351,6 +351,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{TOLD}::test_parts_that_are_empty_in_some_steps",),
     ),
     Mutant(
+        "a tensor that torch has made of a number is the same for all numbers",
+        CAPTURE,
+        "strategy/graphs/building.py",
+        "            if not _have_same_constants(captured, steps[-1]):\n",
+        "            if False:\n",
+        (f"{TOLD}::test_numbers_of_which_torch_makes_tensors",),
+    ),
+    Mutant(
         "counts of samples are changed one by one alone",
         CAPTURE,
         "ir/counted.py",

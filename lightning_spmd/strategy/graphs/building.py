@@ -23,6 +23,7 @@ from lightning_spmd.errors import (
 )
 from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.printer import write_stage
+from lightning_spmd.ir.same_value import same_tensor
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
@@ -63,6 +64,12 @@ Products = Callable[[Sequence[int]], Mapping[torch.dtype, float]]
 """Floating-point operations by dtype, for some counts."""
 Tell = Callable[[str, int | None], None]
 """Told the name of a stage as it begins, and the size of the graph where it is known."""
+
+
+def _have_same_constants(one: CapturedStep, other: CapturedStep) -> bool:
+    """Whether none is a number of the step (``x[0] = n``), which torch makes a tensor before anybody sees it."""
+    pairs = zip(one.constants, other.constants, strict=False)
+    return len(one.constants) == len(other.constants) and all(same_tensor(mine(), its()) for mine, its in pairs)
 
 
 class CannotBeBuilt(Exception):
@@ -365,6 +372,8 @@ class GraphBuilder:
                 raise NoCommonGraphError(
                     "there is no graph for all sizes that the data say: other operators are chosen"
                 )
+            if not _have_same_constants(captured, steps[-1]):
+                raise NoCommonGraphError("there is no graph for all sizes that the data say: a tensor is made of one")
         graphs = maker.make_for_counts(steps)
         fits = CountFits(program.counts, samples)
         for _, formula in formulas_of(program.notes):

@@ -104,6 +104,35 @@ class EmptyParts(Telling):
         return (first.sum() + second.square().sum() + rest.abs().sum()) / 500
 
 
+class Written(Telling):
+    """Torch makes a tensor of a number that is put into one, before a dispatch mode sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slot", torch.zeros(2))
+        self.slot: Tensor
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        length = self.drawn.randint(3, 9)
+        self.slot[1] = length + 1
+        return self.hidden(x)[:, :length].square().mean() + self.slot.sum() * self.wide(x).mean() / 10
+
+
+class Made(Telling):
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        length = self.drawn.randint(3, 9)
+        return self.hidden(x)[:, :length].square().mean() * x.new_tensor([length, 2]).mean() / 10
+
+
+class SizesWritten(Telling):
+    """Sizes of the batch, and of what data choose."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        slot, chosen = torch.zeros(2), self.wide(x[mask])
+        slot[0], slot[1] = x.shape[0], len(chosen)
+        return chosen.square().mean() + slot.sum() * self.wide(x).mean() / 50 + x.new_tensor(x.shape[0]) / 100
+
+
 class Place(Telling):
     """One step, which torch's indexing takes as a plain number."""
 
@@ -296,6 +325,12 @@ def test_batches_of_all_sizes(make: type[Telling]) -> None:
     assert_compiled(ours)
     assert ours.eager_steps <= (6 if make is Multiple else 2)
     assert_bitwise(ours, train(make, "auto", range(9, 15)))
+
+
+@pytest.mark.parametrize("make", [Written, Made, SizesWritten])
+@pytest.mark.parametrize("sizes", [range(12, 13), range(9, 15)])
+def test_numbers_of_which_torch_makes_tensors(make: type[Telling], sizes: range) -> None:
+    assert_bitwise(train(make, "spmd", sizes), train(make, "auto", sizes))
 
 
 def test_parts_that_are_empty_in_some_steps() -> None:

@@ -354,7 +354,7 @@ class StepState:
             return {}
         if self.known_numbers is not None:
             return {place: value for (depth, place), value in self.known_numbers.items() if depth == note.depth}
-        held = self.held[note.depth]
+        held = self.held.get(note.depth, (note.args, note.kwargs))  # called before others had others
         return {place: leaf_at(held, place) for place in sorted(note.free, key=repr)}  # on all ranks alike
 
     def settle(self) -> None:
