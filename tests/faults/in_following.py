@@ -359,6 +359,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{TOLD}::test_numbers_of_which_torch_makes_tensors",),
     ),
     Mutant(
+        "a number that is put into a tensor is a tensor in graphs for all",
+        CAPTURE,
+        f"{FOLLOW}/told.py",
+        "    if is_view and _is_whole(value):\n",
+        "    if False:\n",
+        (f"{TOLD}::test_one_graph_for_all_numbers",),
+    ),
+    Mutant(
         "counts of samples are changed one by one alone",
         CAPTURE,
         "ir/counted.py",

@@ -32,6 +32,7 @@ from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Pla
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
+from lightning_spmd.stages.capture.follow.told import put_number
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
@@ -105,6 +106,8 @@ class FollowedTrace:
         self.scaling = LossScaling(request.update.scaler, request.update.device, self.inputs)
         self.own: OwnBatch | None = None
         self._values = Values(self._fake, Engine(self._on_thread))
+        if self.program.samples:
+            self._values.instead[Tensor.__setitem__] = put_number
         self._behind: list[Note] = []  # the calls from the backward pass on, if Python runs in it
         if program.counts is not None:
             numbers = program.at or program.live.counts

@@ -100,6 +100,10 @@ def _may_tell(func: Any) -> bool:
     return not (keeps_shapes(func) or isinstance(func, (EngineCall, CallByHand)))
 
 
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
 def _is_count(number: Any) -> bool:
     return type(number) is int and number >= 0
 
@@ -128,6 +132,22 @@ def put_at_symbols(tensor: Tensor, index: Any, value: Any) -> None:
     """``tensor[index] = value`` likewise."""
     place = at_symbols(tensor, index)
     place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+
+
+def put_number(tensor: Tensor, index: Any, value: Any) -> None:
+    """``tensor[index] = value``, of which a whole number stays one: indexing in C++ makes a tensor of it.
+
+    Args:
+        tensor: what is written into.
+        index: as Python has it.
+        value: what is put there.
+    """
+    parts: tuple[Any, ...] = index if type(index) is tuple else (index,)
+    is_view = all(part is None or part is Ellipsis or isinstance(part, slice) or _is_whole(part) for part in parts)
+    if is_view and _is_whole(value):
+        tensor[index].fill_(value)
+    else:
+        tensor[index] = value
 
 
 AT_SYMBOLS = {Tensor.__getitem__: at_symbols, Tensor.__setitem__: put_at_symbols}
