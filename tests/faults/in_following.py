@@ -362,8 +362,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "a number that is put into a tensor is a tensor in graphs for all",
         CAPTURE,
         f"{FOLLOW}/told.py",
-        "    if is_view and _is_whole(value):\n",
-        "    if False:\n",
+        "    if is_view and _is_whole(value) and",
+        "    if False and",
         (f"{TOLD}::test_one_graph_for_all_numbers",),
     ),
     Mutant(

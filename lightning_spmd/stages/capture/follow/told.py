@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_spmd import _private_api as private
@@ -144,7 +145,7 @@ def put_number(tensor: Tensor, index: Any, value: Any) -> None:
     """
     parts: tuple[Any, ...] = index if type(index) is tuple else (index,)
     is_view = all(part is None or part is Ellipsis or isinstance(part, slice) or _is_whole(part) for part in parts)
-    if is_view and _is_whole(value):
+    if is_view and _is_whole(value) and tensor.dtype is not torch.float16:  # which may become infinite, but not here
         tensor[index].fill_(value)
     else:
         tensor[index] = value
