@@ -367,6 +367,14 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{TOLD}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
+        "behind a number that is told for the first time no call is compared with those of the first path",
+        CAPTURE,
+        f"{FOLLOW}/told.py",
+        "    others = others or _in_first_path(step, func, args, kwargs)\n",
+        "",
+        (f"{TOLD}::test_one_graph_for_all_numbers",),
+    ),
+    Mutant(
         "counts of samples are changed one by one alone",
         CAPTURE,
         "ir/counted.py",

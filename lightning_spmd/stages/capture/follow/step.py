@@ -678,7 +678,7 @@ class Step(StepState, TorchFunctionMode):
             self.recorder.unmet(known)
         # what Python has read may be what it computes with
         are_read = (others or lists_differ) and self.reads.decide_sizes(lists_alone=not others)
-        by_python = {} if are_read else told_numbers(self, [*others, *with_other_counts], args, kwargs)
+        by_python = {} if are_read else told_numbers(self, [*others, *with_other_counts], func, args, kwargs)
         if self.generator.watch():
             return self.called(func, args, kwargs)
         if self.knows_too_many() and not self.must_be_graph:

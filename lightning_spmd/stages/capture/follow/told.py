@@ -18,9 +18,12 @@ from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import Note, Place, leaf_at, leaves_by_place
 from lightning_spmd.stages.capture.follow.step_state import StepState
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
+from lightning_spmd.stages.capture.user_code import user_location
 
 _MOST_TOLD = 8
 """Numbers that one call tells; each is one more of the path."""
+_MOST_OF_STEP = 32
+"""Counts beside sizes of the batch behind which a step tells no more."""
 _MOST_PATHS = 2
 """A call of which so many paths did for one number alone, and none for all, does not tell them."""
 
@@ -67,17 +70,21 @@ def _is_told(step: StepState, note: Note) -> bool:
     return step.follower.told_at.get((note.func, note.source), _MOST_PATHS) < _MOST_PATHS
 
 
-def told_numbers(step: StepState, others: Sequence[Note], args: Any, kwargs: Any) -> dict[Place, tuple[Place, int]]:
+def told_numbers(
+    step: StepState, others: Sequence[Note], func: Any, args: Any, kwargs: Any
+) -> dict[Place, tuple[Place, int]]:
     """Places of numbers of a new call that are counts, each with the place of the one that is so much less, or its own.
 
     Args:
         step: the step.
         others: known calls that differ from it in numbers alone.
+        func: what is called.
         args: its arguments.
         kwargs: likewise.
     """
-    if _has_read(step):
+    if _has_read(step) or len(step.counts) - step.opened >= _MOST_OF_STEP:
         return {}
+    others = others or _in_first_path(step, func, args, kwargs)
     if not step.has_counts:  # of others there may be a formula
         for note in others:
             told_from_now_on(step, note)
@@ -95,6 +102,27 @@ def told_numbers(step: StepState, others: Sequence[Note], args: Any, kwargs: Any
         if base == place:
             differ[place] = column
     return found if len(differ) <= _MOST_TOLD else {}
+
+
+def _in_first_path(step: StepState, func: Any, args: Any, kwargs: Any) -> list[Note]:
+    """The call of the first path that was the same one of its line, for a call in whose place no other one is known.
+
+    Behind a number that is told for the first time all calls are new. Were those of other numbers recorded with these,
+    each step would reveal one number more.
+    """
+    key = func, user_location() or ""
+    if step.follower.told_at.get(key, _MOST_PATHS) >= _MOST_PATHS:
+        return []
+    before = sum((note.func, note.source) == key for note in step.notes)
+    note, found = step.root, list[Note]()
+    while note.children:
+        note = note.children[0]
+        found += [note] if (note.func, note.source) == key else []
+    if len(found) <= before:
+        return []
+    mine, theirs = leaves_by_place((args, kwargs)), leaves_by_place((found[before].args, found[before].kwargs))
+    is_like = [(place, _is_whole(leaf)) for place, leaf in mine] == [(p, _is_whole(n)) for p, n in theirs]
+    return [found[before]] if is_like else []
 
 
 def _may_tell(func: Any) -> bool:
