@@ -18,7 +18,7 @@ from torch import fx
 
 from lightning_spmd.ir.first import first
 from lightning_spmd.ir.reads import HandOver
-from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size, SizeFloat, mapped
+from lightning_spmd.ir.sizes import Condition, Counts, Formula, Size, SizeFloat, compiled, mapped
 from lightning_spmd.ir.steps import ShardedStep
 from lightning_spmd.ir.unify import Apart, Fits, joined
 
@@ -86,6 +86,7 @@ def samples_within(
     seed: int = 0,
     others: Collection[int] = (),
     alike: Collection[Sequence[int]] = (),
+    before: Sequence[tuple[int, ...]] = (),
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions, changed one by one, at random, until they do.
 
@@ -100,6 +101,7 @@ def samples_within(
         seed: another one gives other sets.
         others: sizes that are no counts.
         alike: groups of counts of which equal ones are one number of a graph most likely.
+        before: sets to begin with, if not those of the seed.
 
     Raises:
         Apart: there are hardly any.
@@ -108,24 +110,39 @@ def samples_within(
     conditions = list(dict.fromkeys(conditions))
     draws, found = random.Random(seed), list[tuple[int, ...]]()
     free = [i for i in range(number) if i not in pins and i not in ties]
-    apart = _of_their_own(number, pins, ties)
-    unmet = _unmet(conditions)
+    apart, groups = _of_their_own(number, pins, ties), [group for group in alike if len(group) > 1]
+    unmet, changing = _unmet(conditions), [i for i in range(number) if i not in pins]
+    taken = [(i, set[int]()) for i in free]
+    alike_so_far: list[tuple[int, int, int]] = []
 
     def missed(counts: Sequence[int]) -> tuple[int, int]:
         """How much is not as it must be, and if nothing is, how much not as it should be."""
-        needed = sum(n < 2 and i not in pins for i, n in enumerate(counts)) + unmet(counts)
-        again = sum(any(counts[i] == one[i] for one in found) for i in free)
-        needed += again if len(found) < GRAPHS else 0  # which are compared with each other
+        needed = sum(unmet(counts))
+        for i in changing:
+            needed += counts[i] < 2
+        again = 0
+        for i, its in taken:
+            again += counts[i] in its
+        if len(found) < GRAPHS:  # which are compared with each other
+            needed += again
         if needed:
             return needed, 0
         different = {counts[i] for i in apart}
-        rests = (not _differ_in_rests(*(one[i] for one in found), counts[i]) for i in free if len(found) == 2)
-        merged = sum(len(group) - len({counts[i] for i in group}) for group in alike)
+        rests = {i for i, divisor, rest in alike_so_far if counts[i] % divisor == rest}
+        merged = sum(len(group) - len({counts[i] for i in group}) for group in groups)
         equal = len(apart) - len(different) + 2 * merged
-        return 0, again + sum(rests) + 2 * equal + len(different.intersection(others))
+        return 0, again + len(rests) + 2 * equal + len(different.intersection(others))
 
-    for likely in samples_of(number, seed=seed):
-        counts, lacks = _changed(likely, pins, ties, draws, conditions, missed, _DRAWS)
+    for likely in before or samples_of(number, seed=seed):
+        if len(found) == GRAPHS - 1:
+            alike_so_far = [
+                (i, d, found[0][i] % d) for i in free for d in _DIVISORS if len({s[i] % d for s in found}) == 1
+            ]
+        elif len(found) == GRAPHS:
+            alike_so_far = []
+        for i, its in taken:
+            its.update(one[i] for one in found)
+        counts, lacks = _changed(likely, pins, ties, draws, conditions, unmet, missed, _DRAWS)
         if lacks[0]:
             raise Apart(_HARDLY_ANY)
         found.append(tuple(counts))
@@ -144,6 +161,7 @@ def _changed(
     ties: Ties,
     draws: random.Random,
     conditions: Sequence[Formula],
+    unmet: Callable[[Sequence[int]], list[bool]],
     missed: Callable[[Sequence[int]], tuple[int, int]],
     tries: int,
 ) -> tuple[list[int], tuple[int, int]]:
@@ -155,6 +173,7 @@ def _changed(
         ties: those that follow from others.
         draws: chooses.
         conditions: what is about those that are not fulfilled is changed first.
+        unmet: which these are.
         missed: how much is not as it must be, and how much not as it should be.
         tries: to have all that must be.
     """
@@ -166,8 +185,7 @@ def _changed(
         if lacks == (0, 0) or patience > _PATIENCE * len(free):
             break
         if is_new and lacks[0]:
-            its = zip(names, conditions, strict=True)
-            about = [i for some, formula in its if not formula.at(counts) for i in some]
+            about = [i for some, lacks_it in zip(names, unmet(counts), strict=True) if lacks_it for i in some]
         elif is_new:
             about = [i for i in free if counts.count(counts[i]) > 1]
         moved = list(counts)
@@ -175,7 +193,7 @@ def _changed(
             i = draws.choice(about if about and draws.random() < 0.8 else free)
             size, near = round(2 ** draws.uniform(1, draws.uniform(1.5, 9))), counts[i] + draws.randint(-3, 3)
             moved[i] = draws.choice((likely[i], max(2, near), size))
-        moved = with_ties(moved, pins, ties)
+        moved = with_ties(moved, pins, ties) if ties else moved
         found = missed(moved)
         patience = 0 if lacks[0] or found < lacks else patience + 1
         if is_new := found <= lacks:
@@ -183,13 +201,15 @@ def _changed(
     return counts, lacks
 
 
-def _unmet(conditions: Sequence[Formula]) -> Callable[[Sequence[int]], int]:
-    """How many conditions some counts do not fulfill."""
-    each = Formula(" + ".join(f"(not ({condition}))" for condition in conditions) or "0")
+def _unmet(conditions: Sequence[Formula]) -> Callable[[Sequence[int]], list[bool]]:
+    """Which conditions some counts do not fulfill."""
+    each = compiled(Formula(f"[{', '.join(f'not ({condition})' for condition in conditions)}]"))
 
-    def unmet(counts: Sequence[int]) -> int:
-        number = each.at(counts)
-        return len(conditions) if number is None else number
+    def unmet(counts: Sequence[int]) -> list[bool]:
+        try:
+            return each(counts)
+        except ZeroDivisionError:
+            return [True] * len(conditions)
 
     return unmet
 
@@ -277,12 +297,12 @@ def _mixed(
     found, unmet = list[list[int]](), _unmet(conditions)
 
     def missed(counts: Sequence[int]) -> tuple[int, int]:
-        return unmet(counts) + (counts in found), 0
+        return sum(unmet(counts)) + (counts in found), 0
 
     for draws in map(random.Random, range(2 * sets)):
         largest = draws.uniform(1.5, 9) if conditions else 9  # small ones all at once fulfill most of them
         likely = [round(2 ** draws.uniform(1, largest)) for _ in range(number)]
-        counts, lacks = _changed(likely, dict(pins), dict(ties), draws, conditions, missed, _TRIES)
+        counts, lacks = _changed(likely, dict(pins), dict(ties), draws, conditions, unmet, missed, _TRIES)
         if not lacks[0]:
             found.append(counts)
         if len(found) == sets:

@@ -59,7 +59,7 @@ class Formula:
     def at(self, sizes: Sequence[int]) -> Any:
         """Its value for some sizes, all those that it needs and maybe more; None where it would divide by none."""
         try:
-            return _compiled(self)(sizes)
+            return compiled(self)(sizes)
         except ZeroDivisionError:
             return None
 
@@ -77,7 +77,8 @@ class Formula:
 
 
 @functools.cache
-def _compiled(formula: Formula) -> Callable[[Sequence[int]], Any]:
+def compiled(formula: Formula) -> Callable[[Sequence[int]], Any]:
+    """A function that gives its value for some sizes."""
     return eval(f"lambda sizes: {formula.of('sizes')}", {"math": math, "torch": torch})
 
 

@@ -153,6 +153,7 @@ class CountFormulas:
         varying: depths of calls with numbers that are others in other steps.
         opaque: depths of calls that do not run on symbols, or decide on counts as for hardly any others, and these
             counts: a few more are tried.
+        runs: of the pass before, by what they are for; they may go on in the next one.
     """
 
     def __init__(self, step: StepState) -> None:
@@ -168,6 +169,8 @@ class CountFormulas:
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
         self.varying = set[int]()
+        self.runs: dict[Any, _Run] = {}
+        self._samples: list[tuple[int, ...]] = []
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
     def end(self) -> None:
@@ -238,6 +241,8 @@ class CountFormulas:
                 counts = error.counts or set(note.told.values()) - fixed  # what Python tells is the likeliest
                 counts = counts or set(note.counts).union(*(operand.needs for operand in operands)) - fixed
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
+        for run in self.runs.values():
+            run.close()
         for note in step.notes[new:]:
             note.is_fitted = True
         fixed = pins_of(step.notes)
@@ -331,12 +336,14 @@ class CountFormulas:
         """
         path, known = (self._step.notes, len(self._step.counts), {}), (self.conditions, self.formulas, self.all_ties())
         try:
-            return samples_of_path(*path, *known, itertools.chain(*(self.usual or {}).values()))
+            usual = itertools.chain(*(self.usual or {}).values())
+            self._samples = samples_of_path(*path, *known, usual, self._samples)
         except Apart:
             if not self.usual:
                 raise
             self.usual = None
-            return samples_of_path(*path, *known)
+            self._samples = samples_of_path(*path, *known, before=self._samples)
+        return self._samples
 
 
 def samples_of_path(
@@ -347,6 +354,7 @@ def samples_of_path(
     more_formulas: Mapping[Formula, int] = types.MappingProxyType({}),
     ties: Ties | None = None,
     usual: Iterable[Condition] = (),
+    before: Iterable[tuple[int, ...]] = (),
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -358,6 +366,7 @@ def samples_of_path(
         more_formulas: that are to be told apart as well, with their depths.
         ties: counts that follow from others, if not those of the path alone.
         usual: conditions on samples alone.
+        before: counts for which it was nearly the same path.
 
     Raises:
         Apart: there are hardly any.
@@ -376,7 +385,7 @@ def samples_of_path(
         for place, i in note.told.items():
             alike[note.func, place].append(i)
     groups = tuple(map(tuple, alike.values()))
-    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes, groups))
+    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes, groups, tuple(before)))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
@@ -390,6 +399,7 @@ def _samples(
     all_ties: tuple[tuple[int, Formula], ...],
     sizes: frozenset[int],
     alike: tuple[tuple[int, ...], ...],
+    before: tuple[tuple[int, ...], ...],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(all_ties)
     told = tuple([(depth, condition) for depth, condition in told if condition.names() - pins.keys()])
@@ -397,9 +407,9 @@ def _samples(
     conditions += [condition for condition in usual if condition.names() - pins.keys()]
     its = [formula for _, formula in formulas]
     good = list[tuple[int, list[tuple[int, ...]]]]()
-    for seed in range(_SEEDS):
+    for seed in range(-1 if before else 0, _SEEDS):
         try:
-            found = samples_within(number, pins, conditions, ties, seed, sizes, alike)
+            found = samples_within(number, pins, conditions, ties, seed, sizes, alike, before if seed < 0 else ())
         except Apart:
             if not seed:
                 raise
@@ -449,6 +459,8 @@ class _Run:
         kind: of the last call: which of its operands it returned, with which its results share memory if anything is
             written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
         gradients: that the last backward pass gave to calls that were taken for made.
+        at: the depth of the next call.
+        ended: the depth of the call at which it ended.
     """
 
     def __init__(
@@ -461,6 +473,8 @@ class _Run:
         self._step, self.counts = step, counts
         self.kind: Any = None
         self.gradients: list[Tensor] = []
+        self.at = 0
+        self.ended: int | None = None
         self._assumed: list[Tensor] = []
         self._writes = any(note.writes for note in step.notes)
         places = () if step.tree is None else step.tree.sizes.places
@@ -470,7 +484,7 @@ class _Run:
 
     def make(self, note: Note) -> list[Tensor]:
         """Make the next call. Returns its results."""
-        recording, numbers = self._recording, self._step.numbers_of(note)
+        recording, numbers, self.at = self._recording, self._step.numbers_of(note), note.depth + 1
         recording.below.seen, draws = [], recording.below.draws
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))
@@ -502,7 +516,7 @@ class _Run:
 
     def backward(self, loss: Made) -> list[Tensor]:
         """The backward pass of a loss. Returns all results in it."""
-        recording = self._recording
+        recording, self.at = self._recording, len(self._step.notes) + 1
         value, recording.below.seen = recording.values.of(loss), []
         with self._step.beside(), recording.active(), torch.autograd.set_multithreading_enabled(False):
             leaves = leaves_of([value])
@@ -559,8 +573,12 @@ class _Run:
         below.seen = seen
         return found
 
+    def end(self, depth: int) -> None:
+        """It is another path from a call on."""
+        self.ended = depth if self.ended is None else self.ended
+
     def close(self) -> None:
-        """End it."""
+        """End what still waits in it."""
         self._recording.values.engine.close()
 
 
@@ -615,7 +633,6 @@ class _Pass:
         ties = every.all_ties()
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples, rounds=True)
-        self._runs = [_Run(step, sample) for sample in samples]
         told = set(told_in(step.notes))
         of_data = set(range(step.opened, number)) - told
         # how many, of which counts; numbers that Python tells are one the end of another one
@@ -623,8 +640,6 @@ class _Pass:
         self._how_few += [(few, of_data) for few in (0, 1)]
         known = [{**dict.fromkeys(counts, few), **pins} for few, counts in self._how_few]
         its = [with_ties([few.get(i, count) for i, count in enumerate(step.counts)], pins, ties) for few in known]
-        self._few: list[_Run | None] = [_Run(step, counts) for counts in its]
-        self._own = _Run(step, tuple(step.counts))
         known = [condition for _, condition in every.asked(begin)]
         self._bound = max(_FAR, 8 * max(step.counts[: step.opened], default=0))
         # what C++ decides shows in Python's implementations as little as where nothing runs on symbols
@@ -636,7 +651,6 @@ class _Pass:
             is_open = any(condition.formula.names() - pins.keys() for condition in dropped)
             self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
-        self._more: list[_Run | None] = [_Run(step, counts) for counts in more]
         self._symbols = private.SymbolicSizes()
         free = [i for i in range(number) if i not in pins and i not in ties]
         made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
@@ -653,8 +667,30 @@ class _Pass:
         first = next((note.depth for note in step.notes if note.counts or note.told), 0)
         self._makes_from = first if every.skips else 0
         self._skipped = self._before_counts()
-        for run in self._every_run:
+        self._kept: dict[Any, _Run] = {}
+        self._runs = [_Run(step, sample) for sample in samples]
+        for run in (*self._runs, self._symbolic):
             run.assume(self._skipped)
+        self._own = self._run("own", step.counts)
+        self._few = [self._run(str(few), counts) for few, counts in zip(self._how_few, its, strict=True)]
+        self._more = [self._run("more", counts) for counts in dict.fromkeys(map(tuple, more))]
+        for run in every.runs.values():
+            run.close()
+        every.runs = self._kept
+
+    def _run(self, use: str, counts: Sequence[int]) -> _Run:
+        """A run with some counts, that of the pass before if it has not come further than this one begins."""
+        pins, key = pins_of(self._step.notes), (self._makes_from, use, tuple(counts))
+        run = self._every.runs.get(key)
+        is_behind = run is None or max(run.at, 0 if run.ended is None else run.ended + 1) > self._begin
+        if run is None or is_behind or any(run.counts[i] != count for i, count in pins.items()):
+            run = _Run(self._step, counts)
+            run.assume(self._skipped)
+            run.at = self._makes_from
+        else:
+            del self._every.runs[key]
+        self._kept[key] = run
+        return run
 
     def _extremes(
         self, sample: Sequence[int], pins: Mapping[int, int], ties: Ties, conditions: Sequence[Formula]
@@ -708,7 +744,7 @@ class _Pass:
             end = 0
             raise
         finally:
-            for run in self._every_run:
+            for run in (*self._runs, self._symbolic):
                 run.close()
             self.keep(end)
             if self._behind is not None and end:
@@ -746,10 +782,6 @@ class _Pass:
         note.usual = (self._every.usual or {}).get(note.depth, ())
         note.is_fitted, note.conditions = True, [*map(tied, note.ties.items()), *found.conditions]
 
-    @property
-    def _every_run(self) -> list[_Run]:
-        return [run for run in (*self._runs, self._own, *self._few, *self._more, self._symbolic) if run is not None]
-
     def _with_all(self) -> None:
         """What fails may have needed calls that were skipped: a hook on a result, its gradient.
 
@@ -778,7 +810,6 @@ class _Pass:
             raise self._otherwise(depth, choices, f"{note.name} is that of some numbers alone")
         try:
             made = [run.make(call) for run in self._runs]
-            self._own.make(call)
         except Exception as error:
             self._with_all()
             reason = f"{note.name} is not made for any number of rows or elements ({first_line(error)})"
@@ -786,11 +817,12 @@ class _Pass:
         for size in sizes_in(numbers.values()):
             self._learn(size.formula)
         if is_new:
-            self._take_usual(depth, {i for size in sizes_in(numbers.values()) for i in size.formula.names()})
-        kind = self._runs[0].kind
-        if is_new and any(run.kind != kind for run in (*self._runs, self._own)):
-            reason = f"{note.name} is another one for some numbers of rows or elements"
-            raise self._otherwise(depth, choices, reason)
+            counts = {i for size in sizes_in(numbers.values()) for i in size.formula.names()}
+            self._take_usual(depth, counts or self._open_before(self._every.known_before(note)))
+        kind, another = self._runs[0].kind, f"{note.name} is another one for some numbers of rows or elements"
+        usual = self._runs[0].computing()
+        if is_new and any(run.kind != kind or run.computing() != usual for run in self._runs):
+            raise self._otherwise(depth, choices, another)
         specs = [[TensorSpec.of(tensor) for tensor in tensors] for tensors in made]
         try:
             found = specs_for(note, specs, self._fits) if is_new else note.open
@@ -800,40 +832,40 @@ class _Pass:
         if is_new:
             self._take_more_than_one(depth, found or ())
         known = found or specs[0]
-        few_runs = list(self._few)
-        self._calls.append(call)
-        for index, run in enumerate(self._more):  # it is another call there
-            if run is not None and not all(condition.holds(run.counts) for condition in conditions):
-                self._more[index] = None
+        for run in self._more:
+            if not all(condition.holds(run.counts) for condition in conditions):
+                run.end(depth)
         few, more = self._shapes_with(self._few, call), self._shapes_with(self._more, call)
-        for index, (run, got) in enumerate(zip(self._more, self._shapes(self._more, known), strict=True)):
-            if run is not None and more[index] == got and run.slices_less(self._runs):
-                self._more[index] = more[index] = None  # what takes all is looked at by itself
+        own = self._shapes_with([self._own], call)
+        if any(got is _FAILED or (is_new and run.kind != kind) for run, got in own.items()):
+            raise self._otherwise(depth, choices, another)
+        self._calls.append(call)
+        wanted = {run: [_at(spec.shape, run.counts) for spec in known] for run in (*few, *more)}
+        for run in [run for run, got in more.items() if got == wanted[run] and run.slices_less(self._runs)]:
+            run.end(depth)  # what takes all is looked at by itself
+            del more[run]
         if is_opaque or self._every.by_python:
             likeness = self._likeness()
-            its = [run is not None and (run.kind != kind or likeness.of(run) is not _LIKE) for run in self._more]
-            if more != self._shapes(self._more, known) or any(its) or depth in self._untold:
-                raise self._otherwise(
-                    depth, choices, f"{call.name} is another one for some numbers of rows or elements"
-                )
+            its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not _LIKE for run, got in more.items()]
+            if any(its) or depth in self._untold:
+                raise self._otherwise(depth, choices, another)
             sizes = [i for i in self._open if i < self._step.opened]
             conditions += [Condition(Formula(f"s{i} <= {self._bound}")) for i in sizes if is_new]
         if is_new:
             conditions += self._slices_of(note, made)
-            wanted = self._shapes(self._few, known)
-            usual = self._runs[0].computing()
-            told = len(self._few) - 2  # of few rows a sum may be left out; by Python's numbers kernels are chosen
-            alike = [
-                run is None or (run.kind == kind and (i >= told or run.computing() == usual))
-                for i, run in enumerate(self._few)
+            told = self._few[:-2]
+            alike = [  # of few rows a sum may be left out; by Python's numbers kernels are chosen
+                run
+                for run, got in few.items()
+                if got == wanted[run] and run.kind == kind and (run not in told or run.computing() == usual)
             ]
-            others = [i for i, got in enumerate(few) if got is not None and (got != wanted[i] or not alike[i])]
+            others = [index for index, run in enumerate(self._few) if run in few and run not in alike]
             if others:
                 counts = self._counts_of(note, numbers, found)
                 conditions += self._more_than_few(others, counts)
                 for index in others:
                     its = [i for i in counts if i in self._how_few[index][1]]
-                    self._few[index] = self._with_more(self._few[index] or few_runs[index], its)
+                    self._take_more(index, its)
             shapes = [_at(spec.shape, self._step.counts) for spec in known]
             if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
@@ -885,29 +917,38 @@ class _Pass:
         asked += (*found, *(condition.formula for condition in conditions))
         return _constant(formulas, [run.counts for run in self._runs], pins_of(self._step.notes), asked) is not None
 
-    def _with_more(self, run: _Run | None, counts: Sequence[int]) -> _Run | None:
-        """A run up to here in which some counts are no longer as few."""
-        if run is None or not counts:
-            return None
-        many = {i: self._runs[0].counts[i] for i in counts}
+    def _take_more(self, index: int, counts: Sequence[int]) -> None:
+        """A run with few goes on with some counts that are no longer as few.
+
+        Args:
+            index: of the run.
+            counts: which.
+        """
+        run, many = self._few[index], {i: self._runs[0].counts[i] for i in counts}
+        run.end(self.at)
+        if not counts:
+            return
         found = _Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
         try:
             found.assume(self._skipped)
             for call in self._calls:
                 found.make(call)
         except Exception:
-            return None
-        return found
+            return
+        self._few[index] = found
+        self._kept |= {key: found for key, its in self._kept.items() if its is run}
+
+    def _open_before(self, known: int) -> set[int]:
+        """Those of the first counts that differ in other steps."""
+        return {i for i in self._open if i < known}
 
     def _take_usual(self, depth: int, counts: Iterable[int]) -> None:
-        """Where the samples do not have the same views, take other samples.
+        """Where the samples do not have the same operators, take other samples.
 
         Raises:
             _Again: there are others.
         """
         names, every = [run.operators()[0] for run in self._runs], self._every
-        if len({tuple(run.computing()) for run in self._runs}) > 1:
-            return  # they compute otherwise
         often = max(names, key=names.count)
         rare = [run.counts for run, its in zip(self._runs, names, strict=True) if its != often]
         avoided = [Condition(Formula(f"s{i} != {sample[i]}")) for sample in rare for i in sorted(counts)]
@@ -938,24 +979,21 @@ class _Pass:
         self._every.ties.pop(depth, None)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
-    def _shapes(self, runs: Sequence[_Run | None], specs: Sequence[TensorSpec]) -> list[Any]:
-        """Shapes by formulas, for the counts of each run that still goes on."""
-        return [None if run is None else [_at(spec.shape, run.counts) for spec in specs] for run in runs]
-
-    def _shapes_with(self, runs: list[_Run | None], call: Note) -> list[Any]:
-        """The shapes of a call's results, for each run; one that fails ends."""
-        found: list[Any] = []
+    def _shapes_with(self, runs: Iterable[_Run], call: Note) -> dict[_Run, Any]:
+        """The shapes of a call's results, for each run that stands there; one that fails ends."""
+        found = dict[_Run, Any]()
         known = [condition for one in self._found.values() for condition in one.conditions]
-        for index, run in enumerate(runs):
+        for run in [run for run in runs if run.ended is None and run.at == call.depth]:
             try:
-                made = None if run is None else run.make(call)
+                made = run.make(call)
             except Exception:
-                made = runs[index] = None
-                found.append(_FAILED)
+                run.end(call.depth)
+                found[run] = _FAILED
                 continue
-            if run is not None and not all(condition.holds(run.counts) for condition in known):
-                made = runs[index] = None
-            found.append(None if made is None else [tuple(tensor.shape) for tensor in made])
+            if all(condition.holds(run.counts) for condition in known):
+                found[run] = [tuple(tensor.shape) for tensor in made]
+            else:
+                run.end(call.depth)
         return found
 
     # ------------------------------------------------------------------ for which counts
@@ -1055,15 +1093,16 @@ class _Pass:
             is_behind: it is the backward pass of what that gives.
         """
         tables = [run.slices(out) for run, out in zip(self._runs, results, strict=True)]
-        found = list[Condition]()
-        for index in [i for i in tables[0] if all(i in table for table in tables)]:
+        found, reason = list[Condition](), f"{note.name} or what it gives takes all of a tensor"
+        if any(table.keys() != tables[0].keys() for table in tables):
+            raise _Pinned(note.depth, reason, is_behind=is_behind)
+        for index in tables[0]:
             numbers = [self._formula(its) for its in zip(*[table[index] for table in tables], strict=True)]
             condition = SliceNumbers(*numbers).condition()
             if condition is None:
                 continue
             if not condition.holds(self._step.counts):
                 self._take_for_one(SliceNumbers(*numbers), len(self._step.notes) if is_behind else note.depth)
-                reason = f"{note.name} or what it gives takes all of a tensor"
                 raise _Pinned(note.depth, reason, is_behind=is_behind, counts=condition.formula.names())
             found.append(condition)
         return found
@@ -1110,13 +1149,16 @@ class _Pass:
             self._with_all()
             reason = f"the backward pass of {note.name} is not made for any number of rows ({first_line(error)})"
             raise _Pinned(loss.depth, reason, is_behind=True) from None
+        self._take_usual(depth, self._open_before(every.known_behind(note)))
+        reason = f"the backward pass of {note.name} is another one for some numbers of rows or elements"
+        if len({tuple(run.computing()) for run in self._runs}) > 1:
+            raise _Pinned(loss.depth, reason, is_behind=True)
         slices = self._slices_of(note, [run.gradients for run in self._runs], is_behind=True)
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:
             conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))
         conditions += slices
-        reason = f"the backward pass of {note.name} is another one for some numbers of rows or elements"
         likeness = self._likeness()
 
         def likeness_of(run: _Run) -> Any:
@@ -1126,13 +1168,13 @@ class _Pass:
                 return _FAILED
             return likeness.of(run)
 
-        others = [run for run in self._more if run is not None and all(c.holds(run.counts) for c in slices)]
+        others = [run for run in self._more if run.ended is None and all(c.holds(run.counts) for c in slices)]
         likes = [likeness_of(run) is _LIKE for run in others]
         if not all(likes) or depth in self._untold:
             raise _Pinned(loss.depth, reason, is_behind=True)
         # a sum of one row may be left out: that it is there does no harm
-        few = [run is not None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
-        free = [i for i in self._open if i < every.known_behind(note)]
+        few = [run.ended is None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
+        free = self._open_before(every.known_behind(note))
         conditions += self._more_than_few([i for i, is_another in enumerate(few) if is_another], free)
         found = sorted(likeness.formulas | every.formulas.keys() - learned, key=str)
         if self._are_constant(found, conditions) or not all(condition.holds(step.counts) for condition in conditions):

@@ -159,8 +159,11 @@ def at_symbols(tensor: Tensor, index: Any) -> Tensor:
 
 def put_at_symbols(tensor: Tensor, index: Any, value: Any) -> None:
     """``tensor[index] = value`` likewise."""
-    place = at_symbols(tensor, index)
-    place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+    if _gives_view(index):
+        place = at_symbols(tensor, index)
+        place.copy_(value) if isinstance(value, Tensor) else place.fill_(value)
+    else:
+        tensor[index] = value
 
 
 def put_number(tensor: Tensor, index: Any, value: Any) -> None:
@@ -171,12 +174,19 @@ def put_number(tensor: Tensor, index: Any, value: Any) -> None:
         index: as Python has it.
         value: what is put there.
     """
-    parts: tuple[Any, ...] = index if type(index) is tuple else (index,)
-    is_view = all(part is None or part is Ellipsis or isinstance(part, slice) or _is_whole(part) for part in parts)
-    if is_view and _is_whole(value) and tensor.dtype is not torch.float16:  # which may become infinite, but not here
+    if _gives_view(index) and _is_whole(value) and tensor.dtype is not torch.float16:  # which may become infinite
         tensor[index].fill_(value)
     else:
         tensor[index] = value
+
+
+def _gives_view(index: Any) -> bool:
+    """Whether what an index takes is no copy."""
+    parts: tuple[Any, ...] = index if type(index) is tuple else (index,)
+    return all(
+        part is None or part is Ellipsis or isinstance(part, slice) or _is_whole(part) or private.is_symbol(part)
+        for part in parts
+    )
 
 
 AT_SYMBOLS = {Tensor.__getitem__: at_symbols, Tensor.__setitem__: put_at_symbols}
