@@ -484,7 +484,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "what torch decides on counts in the backward pass of the loss is not asked",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))",
+        'conditions = self._conditions(depth, "", lambda: self._on_symbols.run.backward(loss))',
         "pass",
         (f"{NUMBERS_OF_COUNTS}::test_torch_decides_on_counts_in_the_backward_pass",),
     ),

@@ -154,6 +154,7 @@ class CountFormulas:
         opaque: depths of calls that do not run on symbols, or decide on counts as for hardly any others, and these
             counts: a few more are tried.
         runs: of the pass before, by what they are for; they may go on in the next one.
+        on_symbols: that of the pass before with symbols, which may, too.
     """
 
     def __init__(self, step: StepState) -> None:
@@ -170,6 +171,7 @@ class CountFormulas:
         self.formulas: dict[Formula, int] = {}
         self.varying = set[int]()
         self.runs: dict[Any, _Run] = {}
+        self.on_symbols: _OnSymbols | None = None
         self._samples: list[tuple[int, ...]] = []
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
@@ -241,7 +243,7 @@ class CountFormulas:
                 counts = error.counts or set(note.told.values()) - fixed  # what Python tells is the likeliest
                 counts = counts or set(note.counts).union(*(operand.needs for operand in operands)) - fixed
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
-        for run in self.runs.values():
+        for run in (*self.runs.values(), *(() if self.on_symbols is None else (self.on_symbols.run,))):
             run.close()
         for note in step.notes[new:]:
             note.is_fitted = True
@@ -416,7 +418,8 @@ def _samples(
             continue
         if told_apart([*formulas, *more_formulas], found, pins, ties, told):
             good.append((rests_alike(its, found, pins, ties), found))
-            if not good[-1][0] or len(good) == _GOOD:
+            enough = rests_alike(its, before, pins, ties) if seed < 0 else 0
+            if good[-1][0] <= enough or len(good) == _GOOD:
                 break
     if not good:
         raise Apart("formulas of the numbers of rows or elements cannot be told apart")
@@ -582,6 +585,30 @@ class _Run:
         self._recording.values.engine.close()
 
 
+class _OnSymbols:
+    """The path with symbols, as far as it was made.
+
+    Args:
+        step: the step.
+        open_: the counts that are symbols.
+        pins: those that have one value.
+        ties: those that follow from others.
+        key: what it was made for.
+
+    Attributes:
+        made: of the calls so far, by depth: with which numbers, what torch decided, and Python of the sizes; None: it
+            was taken for made.
+    """
+
+    def __init__(self, step: StepState, open_: Sequence[int], pins: Mapping[int, int], ties: Ties, key: Any) -> None:
+        self.key, self.sizes = key, private.SymbolicSizes()
+        made = {i: self.sizes.symbol(max(step.counts[i], 2)) for i in open_}
+        mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.sizes.env)
+        counts = with_ties([made.get(i, 0) for i in range(len(step.counts))], pins, ties)
+        self.run = _Run(step, counts, mode, AT_SYMBOLS)
+        self.made: dict[int, tuple[str, list[Condition], set[str | None]] | None] = {}
+
+
 def result_now(step: StepState, source: Made) -> Tensor:
     """A result with its strides in this step: a copy of one row keeps the gaps between rows, of more it does not."""
     run = _Run(step, tuple(step.counts))
@@ -651,13 +678,7 @@ class _Pass:
             is_open = any(condition.formula.names() - pins.keys() for condition in dropped)
             self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
-        self._symbols = private.SymbolicSizes()
-        free = [i for i in range(number) if i not in pins and i not in ties]
-        made = {i: self._symbols.symbol(max(step.counts[i], 2)) for i in free}
-        self._open = free
-        mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self._symbols.env)
-        on_symbols = with_ties([made.get(i, 0) for i in range(number)], pins, ties)
-        self._symbolic = _Run(step, on_symbols, mode, AT_SYMBOLS)
+        self._open = [i for i in range(number) if i not in pins and i not in ties]
         self._found: dict[int, _Found] = {}
         self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
         self._calls: list[Note] = []
@@ -669,8 +690,15 @@ class _Pass:
         self._skipped = self._before_counts()
         self._kept: dict[Any, _Run] = {}
         self._runs = [_Run(step, sample) for sample in samples]
-        for run in (*self._runs, self._symbolic):
+        for run in self._runs:
             run.assume(self._skipped)
+        key = self._makes_from, pins, ties, every.by_python, set(every.opaque)
+        if every.on_symbols is None or every.on_symbols.key != key:
+            if every.on_symbols is not None:
+                every.on_symbols.run.close()
+            every.on_symbols = _OnSymbols(step, self._open, pins, ties, key)
+            every.on_symbols.run.assume(self._skipped)
+        self._on_symbols = every.on_symbols
         self._own = self._run("own", step.counts)
         self._few = [self._run(str(few), counts) for few, counts in zip(self._how_few, its, strict=True)]
         self._more = [self._run("more", counts) for counts in dict.fromkeys(map(tuple, more))]
@@ -744,7 +772,7 @@ class _Pass:
             end = 0
             raise
         finally:
-            for run in (*self._runs, self._symbolic):
+            for run in self._runs:
                 run.close()
             self.keep(end)
             if self._behind is not None and end:
@@ -804,7 +832,8 @@ class _Pass:
         args, kwargs = with_numbers((note.args, note.kwargs), numbers)
         call = note.with_arguments(args, kwargs)
         is_opaque = depth in self._every.opaque
-        conditions = [] if is_opaque else self._conditions(depth, lambda: self._symbolic.make(call))
+        symbolic = self._on_symbols.run
+        conditions = [] if is_opaque else self._conditions(depth, repr_of(numbers), lambda: symbolic.make(call))
         tried = self._every.tried.get(depth, 0) + 1
         if tried < len(choices) and any(are_fixed(condition, len(self._step.counts)) for condition in conditions):
             raise self._otherwise(depth, choices, f"{note.name} is that of some numbers alone")
@@ -878,9 +907,10 @@ class _Pass:
             if self._are_constant((*in_numbers, *in_specs), conditions):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
-        if is_opaque:
+        if is_opaque and depth not in self._on_symbols.made:
+            self._on_symbols.made[depth] = None
             try:
-                self._symbolic.assume([(call, known)])
+                symbolic.assume([(call, known)])
             except Exception:  # symbols stand for two at least: what follows from them may be less than nothing
                 raise self._otherwise(depth, choices, f"{note.name} is not made for more rows or elements") from None
         for source, spec in zip(note.made, known, strict=True):
@@ -973,6 +1003,7 @@ class _Pass:
     def _otherwise(self, depth: int, choices: Sequence[Any], reason: str) -> Exception:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
+        self._on_symbols.key = None
         self._every.opaque.pop(depth, None)
         self._every.dropped.pop(depth, None)
         self._every.conditions.pop(depth, None)
@@ -997,34 +1028,24 @@ class _Pass:
         return found
 
     # ------------------------------------------------------------------ for which counts
-    def _conditions(self, depth: int, make: Callable[[], Sequence[Tensor]]) -> list[Condition]:
+    def _conditions(self, depth: int, numbers: str, make: Callable[[], Sequence[Tensor]]) -> list[Condition]:
         """What torch decides on counts in a call.
 
         Args:
             depth: of the call.
+            numbers: of it that are formulas, as text.
             make: makes it with symbols.
         """
-        before, symbols = self._symbols.decisions, self._symbols
-        try:
-            with private.symbols_as_numbers(by_python=self._every.by_python):
-                made = make()
-            decided = symbols.decided(before)
-            codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
-            conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
-            are_fulfilled = all(condition.holds(self._step.counts) for condition in conditions)
-        except Exception:  # whatever torch's code does with what is no plain integer
-            if self._every.by_python:
-                self._every.opaque[depth] = set()
-            self._every.by_python = not self._every.by_python
-            raise _Again from None
-        if symbols.fixed() and not self._every.by_python:
-            self._every.by_python = True
+        on_symbols = self._on_symbols
+        if (before := on_symbols.made.get(depth)) is None:
+            key, on_symbols.key = on_symbols.key, None
+            before = on_symbols.made[depth] = numbers, *self._decided(depth, make)
+            on_symbols.key = key
+        elif depth >= self._begin and before[0] != numbers:
+            on_symbols.key = None
             raise _Again
-        if symbols.fixed() or not are_fulfilled:
-            others = {i for c in conditions if not c.holds(self._step.counts) for i in c.formula.names()}
-            self._do_without(depth, others.union(self._open[i] for i in symbols.fixed()))
-            raise _Again
-        for code in filter(None, codes):
+        conditions = list(before[1])
+        for code in filter(None, before[2]):
             if "math." not in code and "torch." not in code:  # what graphs can compute
                 formula = self._renamed(code)
                 conditions += self._on_this_side(formula)
@@ -1045,6 +1066,31 @@ class _Pass:
                 self._do_without(depth, {i for condition in conditions for i in condition.formula.names()})
             raise _Again
         return conditions
+
+    def _decided(self, depth: int, make: Callable[[], Sequence[Tensor]]) -> tuple[list[Condition], set[str | None]]:
+        """What torch decides in a call with symbols, and Python of the sizes that it gives."""
+        symbols = self._on_symbols.sizes
+        before = symbols.decisions
+        try:
+            with private.symbols_as_numbers(by_python=self._every.by_python):
+                made = make()
+            decided = symbols.decided(before)
+            codes = {symbols.code(n) for t in made for n in (*t.shape, *t.stride()) if private.is_symbol(n)}
+            conditions = [Condition(self._renamed(code)) for code, needed in decided if needed]
+            are_fulfilled = all(condition.holds(self._step.counts) for condition in conditions)
+        except Exception:  # whatever torch's code does with what is no plain integer
+            if self._every.by_python:
+                self._every.opaque[depth] = set()
+            self._every.by_python = not self._every.by_python
+            raise _Again from None
+        if symbols.fixed() and not self._every.by_python:
+            self._every.by_python = True
+            raise _Again
+        if symbols.fixed() or not are_fulfilled:
+            others = {i for c in conditions if not c.holds(self._step.counts) for i in c.formula.names()}
+            self._do_without(depth, others.union(self._open[i] for i in symbols.fixed()))
+            raise _Again
+        return conditions, codes
 
     def _do_without(self, depth: int, counts: set[int]) -> None:
         """A call is tried with a few more counts, since torch decides on these as for hardly any others.
@@ -1157,7 +1203,7 @@ class _Pass:
         learned = set(every.formulas)
         conditions = list[Condition]()
         if depth not in every.opaque:
-            conditions = self._conditions(depth, lambda: self._symbolic.backward(loss))
+            conditions = self._conditions(depth, "", lambda: self._on_symbols.run.backward(loss))
         conditions += slices
         likeness = self._likeness()
 
