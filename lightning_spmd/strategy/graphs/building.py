@@ -25,6 +25,7 @@ from lightning_spmd.ir.counted import CountFits, for_all_counts
 from lightning_spmd.ir.printer import write_stage
 from lightning_spmd.ir.same_value import same_tensor
 from lightning_spmd.ir.several_optimizers import parts_of
+from lightning_spmd.ir.signature import InputRole
 from lightning_spmd.ir.sizes import has_sizes
 from lightning_spmd.ir.steps import CapturedStep, IterationGraphs, ShardedStep, Variant
 from lightning_spmd.ir.unify import Apart
@@ -67,9 +68,17 @@ Tell = Callable[[str, int | None], None]
 
 
 def _have_same_constants(one: CapturedStep, other: CapturedStep) -> bool:
-    """Whether none is a number of the step (``x[0] = n``), which torch makes a tensor before anybody sees it."""
-    pairs = zip(one.constants, other.constants, strict=False)
-    return len(one.constants) == len(other.constants) and all(same_tensor(mine(), its()) for mine, its in pairs)
+    """Whether none is a number of the step (``x[0] = n``), which torch makes a tensor before anybody sees it.
+
+    The first step has constants of which it makes the optimizer's state, and which nothing else reads.
+    """
+
+    def read(step: CapturedStep) -> list[Tensor]:
+        constants = (entry for entry in step.signature.inputs if entry.role is InputRole.CONSTANT)
+        return [step.constants[entry.key[0]]() for entry in constants]
+
+    mine, its = read(one), read(other)
+    return len(mine) == len(its) and all(map(same_tensor, mine, its))
 
 
 class CannotBeBuilt(Exception):
