@@ -181,7 +181,7 @@ class CountFormulas:
         for note in step.notes[self._new :]:
             note.seen.append(tuple(step.counts[: self.known_before(note)]))
         if tree is None:
-            self._find()
+            self._find_and_close()
             return
         sizes, ends = tuple(step.counts[: step.opened]), self._met(are_alike=False)
         # counts that data decide are others in nearly every step; and if any path is for all sizes, this one may be
@@ -190,7 +190,7 @@ class CountFormulas:
             place = f" at {ends.source}" if ends.source else ""
             tree.alone(step.path, sizes, f"the step makes other calls for other sizes: {ends.name}{place}")
             return
-        self._find()
+        self._find_and_close()
         same = self._met(are_alike=True)
         tree.ended(step.notes, step.path, sizes, () if isinstance(same, Note) else same)
 
@@ -209,6 +209,13 @@ class CountFormulas:
             if note.depth >= self._new and not companions.now:
                 return note
         return companions.sizes(step.opened)
+
+    def _find_and_close(self) -> None:
+        try:
+            self._find()
+        finally:
+            for run in (*self.runs.values(), *(() if self.on_symbols is None else (self.on_symbols.run,))):
+                run.close()
 
     def _find(self) -> None:
         """Find formulas for numbers and for sizes of results, from the counts that they depend on.
@@ -243,8 +250,6 @@ class CountFormulas:
                 counts = error.counts or set(note.told.values()) - fixed  # what Python tells is the likeliest
                 counts = counts or set(note.counts).union(*(operand.needs for operand in operands)) - fixed
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
-        for run in (*self.runs.values(), *(() if self.on_symbols is None else (self.on_symbols.run,))):
-            run.close()
         for note in step.notes[new:]:
             note.is_fitted = True
         fixed = pins_of(step.notes)
