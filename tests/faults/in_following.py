@@ -175,7 +175,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
     Mutant(
         "an operator that fills up is one that cuts off",
         CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
+        f"{FOLLOW}/trial_runs.py",
         "        return all(len(set(its)) > 1 or its[0] == own for own, its in zip(numbers, columns, strict=True))\n",
         "        return True\n",
         (SIZES,),
@@ -492,7 +492,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "calls that do not run on symbols are compared by the sizes of their results alone",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not _LIKE for run, got in more.items()]",
+        "its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not LIKE for run, got in more.items()]",
         "its = [got != wanted[run] for run, got in more.items()]",
         (f"{NUMBERS_OF_COUNTS}::test_torch_decides_on_counts_in_the_backward_pass",),
     ),

@@ -59,16 +59,16 @@ from lightning_spmd.stages.capture.follow.notes import (
     is_formula,
     leaves_by_place,
     sources_in,
-    tensors_in,
     with_numbers,
 )
-from lightning_spmd.stages.capture.follow.recorder import Recording, first_line, told_of
-from lightning_spmd.stages.capture.follow.sizes import Companions, candidates, with_sizes
+from lightning_spmd.stages.capture.follow.recorder import first_line
+from lightning_spmd.stages.capture.follow.sizes import Companions, candidates
 from lightning_spmd.stages.capture.follow.step_state import StepState
-from lightning_spmd.stages.capture.follow.told import AT_SYMBOLS, does_for_all, does_for_one, told_from_now_on
-from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers, slice_numbers, slices_that_matter
-from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
+from lightning_spmd.stages.capture.follow.told import does_for_all, does_for_one, told_from_now_on
+from lightning_spmd.stages.capture.follow.trial_runs import LIKE, OTHER_SIZES, Likeness, OnSymbols, Run, at_counts
+from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers
 
+_FAILED = object()
 _MORE = 16
 """Sets of counts with which calls are tried that do not run on symbols."""
 _SMALL = (2, 3, 4, 6, 9)
@@ -83,9 +83,6 @@ _MOST_DECIDED = 4
 """Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
 _MOST_AVOIDED = 16
 """Counts that samples do without for one call."""
-_SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
-"""Indexing slices, and gives another tensor of the same memory where all slices take all."""
-_FAILED, _LIKE, _OTHER_OPERATORS, _OTHER_SIZES = object(), object(), object(), object()
 
 
 class _Again(Exception):
@@ -170,8 +167,8 @@ class CountFormulas:
         self.dropped: dict[int, list[Condition]] = {}
         self.formulas: dict[Formula, int] = {}
         self.varying = set[int]()
-        self.runs: dict[Any, _Run] = {}
-        self.on_symbols: _OnSymbols | None = None
+        self.runs: dict[Any, Run] = {}
+        self.on_symbols: OnSymbols | None = None
         self._samples: list[tuple[int, ...]] = []
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
@@ -449,202 +446,6 @@ def _constant(
     return None
 
 
-def _at(numbers: Sequence[Any], counts: Sequence[Any]) -> tuple[Any, ...]:
-    """Numbers with formulas for some counts."""
-    return tuple([n.at(counts) if isinstance(n, Formula) else n for n in numbers])
-
-
-class _Run:
-    """The path on fake tensors.
-
-    Args:
-        step: the step.
-        counts: numbers or symbols.
-        mode: of the fake tensors.
-        instead: what is called in place of some functions.
-
-    Attributes:
-        kind: of the last call: which of its operands it returned, with which its results share memory if anything is
-            written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
-        gradients: that the last backward pass gave to calls that were taken for made.
-        at: the depth of the next call.
-        ended: the depth of the call at which it ended.
-    """
-
-    def __init__(
-        self,
-        step: StepState,
-        counts: Sequence[Any],
-        mode: Any = None,
-        instead: Mapping[Any, Callable[..., Any]] = types.MappingProxyType({}),
-    ) -> None:
-        self._step, self.counts = step, counts
-        self.kind: Any = None
-        self.gradients: list[Tensor] = []
-        self.at = 0
-        self.ended: int | None = None
-        self._assumed: list[Tensor] = []
-        self._writes = any(note.writes for note in step.notes)
-        places = () if step.tree is None else step.tree.sizes.places
-        self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
-        self._recording.values.instead = dict(instead)
-        self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
-
-    def make(self, note: Note) -> list[Tensor]:
-        """Make the next call. Returns its results."""
-        recording, numbers, self.at = self._recording, self._step.numbers_of(note), note.depth + 1
-        recording.below.seen, draws = [], recording.below.draws
-        with self._step.beside():
-            recording.below.sized.begin(told_of(note, self.counts))
-            with recording.active():
-                out = recording.values.run(note, numbers)
-            given = [] if note.reads else tensors_in(recording.values.arguments(note, numbers))
-        operands = {id(tensor): i for i, tensor in reversed(list(enumerate(given)))}
-        memory = {private.storage_of(tensor): i for i, tensor in reversed(list(enumerate(given)))}
-        made = tensors_in(out)
-        shares = [memory.get(private.storage_of(tensor)) for tensor in made] if self._writes else []
-        self.kind = [operands.get(id(tensor)) for tensor in made], shares, recording.below.draws != draws
-        return [recording.values.made[source] for source in note.made]
-
-    def assume(self, results: Iterable[tuple[Note, Sequence[TensorSpec]]]) -> None:
-        """Take calls for made, with results of these sizes."""
-        values = self._recording.values
-        with self._step.beside(), self._recording.active():
-            for note, specs in results:
-                for source, spec, trained in zip(note.made, specs, note.trained, strict=True):
-                    shape, stride = (_at(numbers, self.counts) for numbers in (spec.shape, spec.stride))
-                    made = torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
-                    values.made[source] = made.requires_grad_(trained)
-                    self._assumed.append(made)
-                    # nobody may write into leaves; a copy has no gaps, and to ask symbols for strides is to decide
-                    if trained and all(type(n) is int for n in (*shape, *stride)):
-                        copied = made.clone()
-                        values.made[source] = copied if copied.stride() == stride else made
-                values.done = note.depth + 1
-
-    def backward(self, loss: Made) -> list[Tensor]:
-        """The backward pass of a loss. Returns all results in it."""
-        recording, self.at = self._recording, len(self._step.notes) + 1
-        value, recording.below.seen = recording.values.of(loss), []
-        with self._step.beside(), recording.active(), torch.autograd.set_multithreading_enabled(False):
-            leaves = leaves_of([value])
-            given = zip(leaves, torch.autograd.grad(value, leaves, allow_unused=True), strict=True)
-            assumed = set(map(id, self._assumed))
-            self.gradients = [gradient for leaf, gradient in given if gradient is not None and id(leaf) in assumed]
-        return [tensor for *_, out in recording.below.seen for tensor in tensors_in(out)]
-
-    def operators(self) -> tuple[list[Any], list[int]]:
-        """The operators of the last call or backward pass with where they got their operands, and all numbers."""
-        names, numbers, met, number = list[Any](), list[int](), dict[int, int](), itertools.count()
-        for func, args, kwargs, out in self._recording.below.seen or ():
-            operands = [met.setdefault(id(tensor), next(number, 0)) for tensor in tensors_in((args, kwargs))]
-            made = tensors_in(out)
-            met |= zip(map(id, made), number, strict=False)
-            given = [leaf for _, leaf in leaves_by_place((args, kwargs)) if type(leaf) is int]
-            names.append((func, operands, [tensor.ndim for tensor in made], len(given)))
-            numbers += [*given, *(size for tensor in made for size in tensor.shape)]
-        return names, numbers
-
-    def computing(self) -> list[Any]:
-        """The operators of the last call that give no views."""
-        return [func for func, *_ in self.operators()[0] if not getattr(func, "is_view", False)]
-
-    def slices_less(self, others: Sequence[_Run]) -> bool:
-        """Whether the last call is that of other runs, but that slices took all and were left out."""
-        tables = [run.but_slices() for run in (self, *others)]
-        (mine, ours, numbers), *theirs = tables
-        if any(names != mine or ours >= slices for names, slices, _ in theirs):
-            return False
-        columns = zip(*(its for _, _, its in theirs), strict=True)
-        return all(len(set(its)) > 1 or its[0] == own for own, its in zip(numbers, columns, strict=True))
-
-    def but_slices(self) -> tuple[list[Any], int, list[int]]:
-        """The operators of the last call that do not slice, how many do, and the numbers of the others."""
-        names, numbers = self.operators()
-        rest, left = list[int](), iter(numbers)
-        for func, _, dimensions, given in names:
-            its = list(itertools.islice(left, given + sum(dimensions)))
-            rest += [] if func in _SLICES else its
-        functions = [func for func, *_ in names]
-        return [func for func in functions if func not in _SLICES], functions.count(_SLICES[0]), rest
-
-    def slices(self, results: Iterable[Tensor] = ()) -> dict[int, SliceNumbers]:
-        """The slices whose gradients matter (``whole_slices``) in the last call or backward pass, by number.
-
-        Args:
-            results: of it, that others get.
-        """
-        below = self._recording.below
-        seen, below.seen = below.seen or [], None
-        with self._step.beside(), self._recording.active(), torch.no_grad():
-            found = {i: slice_numbers(seen, i) for i in slices_that_matter(seen, results)}
-        below.seen = seen
-        return found
-
-    def end(self, depth: int) -> None:
-        """It is another path from a call on."""
-        self.ended = depth if self.ended is None else self.ended
-
-    def close(self) -> None:
-        """End what still waits in it."""
-        self._recording.values.engine.close()
-
-
-class _OnSymbols:
-    """The path with symbols, as far as it was made.
-
-    Args:
-        step: the step.
-        open_: the counts that are symbols.
-        pins: those that have one value.
-        ties: those that follow from others.
-        key: what it was made for.
-
-    Attributes:
-        made: of the calls so far, by depth: with which numbers, what torch decided, and Python of the sizes; None: it
-            was taken for made.
-    """
-
-    def __init__(self, step: StepState, open_: Sequence[int], pins: Mapping[int, int], ties: Ties, key: Any) -> None:
-        self.key, self.sizes = key, private.SymbolicSizes()
-        made = {i: self.sizes.symbol(max(step.counts[i], 2)) for i in open_}
-        mode = private.FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.sizes.env)
-        counts = with_ties([made.get(i, 0) for i in range(len(step.counts))], pins, ties)
-        self.run = _Run(step, counts, mode, AT_SYMBOLS)
-        self.made: dict[int, tuple[str, list[Condition], set[str | None]] | None] = {}
-
-
-def result_now(step: StepState, source: Made) -> Tensor:
-    """A result with its strides in this step: a copy of one row keeps the gaps between rows, of more it does not."""
-    run = _Run(step, tuple(step.counts))
-    try:
-        return [run.make(note) for note in step.notes[: source.depth + 1]][-1][source.index]
-    finally:
-        run.close()
-
-
-class _Likeness:
-    """Tells whether what is done for some counts is what is done for the samples.
-
-    Args:
-        names: of operators, with where they get their operands; None if the samples are not alike.
-        numbers: in it: numbers, formulas, or None for what is not known.
-    """
-
-    def __init__(self, names: list[Any] | None, numbers: list[Formula | int | None]) -> None:
-        self._names, self._numbers = names, numbers
-        self.formulas = {number for number in numbers if isinstance(number, Formula)}
-
-    def of(self, run: _Run) -> Any:
-        """How far the last call, or backward pass, of a run is alike."""
-        names, numbers = run.operators()
-        wanted = [n if n is None else n.at(run.counts) if isinstance(n, Formula) else n for n in self._numbers]
-        if names != self._names:  # what would be smaller than nothing cannot be made
-            return _OTHER_SIZES if any((f.at(run.counts) or 0) < 0 for f in self.formulas) else _OTHER_OPERATORS
-        are_like = all(want is None or want == number for want, number in zip(wanted, numbers, strict=True))
-        return _LIKE if are_like else _OTHER_SIZES
-
-
 class _Pass:
     """One try: all calls of the path, side by side for all counts.
 
@@ -693,15 +494,15 @@ class _Pass:
         first = next((note.depth for note in step.notes if note.counts or note.told), 0)
         self._makes_from = first if every.skips else 0
         self._skipped = self._before_counts()
-        self._kept: dict[Any, _Run] = {}
-        self._runs = [_Run(step, sample) for sample in samples]
+        self._kept: dict[Any, Run] = {}
+        self._runs = [Run(step, sample) for sample in samples]
         for run in self._runs:
             run.assume(self._skipped)
         key = self._makes_from, pins, ties, every.by_python, set(every.opaque)
         if every.on_symbols is None or every.on_symbols.key != key:
             if every.on_symbols is not None:
                 every.on_symbols.run.close()
-            every.on_symbols = _OnSymbols(step, self._open, pins, ties, key)
+            every.on_symbols = OnSymbols(step, self._open, pins, ties, key)
             every.on_symbols.run.assume(self._skipped)
         self._on_symbols = every.on_symbols
         self._own = self._run("own", step.counts)
@@ -711,13 +512,13 @@ class _Pass:
             run.close()
         every.runs = self._kept
 
-    def _run(self, use: str, counts: Sequence[int]) -> _Run:
+    def _run(self, use: str, counts: Sequence[int]) -> Run:
         """A run with some counts, that of the pass before if it has not come further than this one begins."""
         pins, key = pins_of(self._step.notes), (self._makes_from, use, tuple(counts))
         run = self._every.runs.get(key)
         is_behind = run is None or max(run.at, 0 if run.ended is None else run.ended + 1) > self._begin
         if run is None or is_behind or any(run.counts[i] != count for i, count in pins.items()):
-            run = _Run(self._step, counts)
+            run = Run(self._step, counts)
             run.assume(self._skipped)
             run.at = self._makes_from
         else:
@@ -874,13 +675,13 @@ class _Pass:
         if any(got is _FAILED or (is_new and run.kind != kind) for run, got in own.items()):
             raise self._otherwise(depth, choices, another)
         self._calls.append(call)
-        wanted = {run: [_at(spec.shape, run.counts) for spec in known] for run in (*few, *more)}
+        wanted = {run: [at_counts(spec.shape, run.counts) for spec in known] for run in (*few, *more)}
         for run in [run for run, got in more.items() if got == wanted[run] and run.slices_less(self._runs)]:
             run.end(depth)  # what takes all is looked at by itself
             del more[run]
         if is_opaque or self._every.by_python:
             likeness = self._likeness()
-            its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not _LIKE for run, got in more.items()]
+            its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not LIKE for run, got in more.items()]
             if any(its) or depth in self._untold:
                 raise self._otherwise(depth, choices, another)
             sizes = [i for i in self._open if i < self._step.opened]
@@ -900,7 +701,7 @@ class _Pass:
                 for index in others:
                     its = [i for i in counts if i in self._how_few[index][1]]
                     self._take_more(index, its)
-            shapes = [_at(spec.shape, self._step.counts) for spec in known]
+            shapes = [at_counts(spec.shape, self._step.counts) for spec in known]
             if shapes != [spec.shape for spec in note.specs] or not all(c.holds(self._step.counts) for c in conditions):
                 reason = f"what {note.name} gives is as large as the data say in a way of its own"
                 raise self._otherwise(depth, choices, reason)
@@ -963,7 +764,7 @@ class _Pass:
         run.end(self.at)
         if not counts:
             return
-        found = _Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
+        found = Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
         try:
             found.assume(self._skipped)
             for call in self._calls:
@@ -1015,9 +816,9 @@ class _Pass:
         self._every.ties.pop(depth, None)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
-    def _shapes_with(self, runs: Iterable[_Run], call: Note) -> dict[_Run, Any]:
+    def _shapes_with(self, runs: Iterable[Run], call: Note) -> dict[Run, Any]:
         """The shapes of a call's results, for each run that stands there; one that fails ends."""
-        found = dict[_Run, Any]()
+        found = dict[Run, Any]()
         known = [condition for one in self._found.values() for condition in one.conditions]
         for run in [run for run in runs if run.ended is None and run.at == call.depth]:
             try:
@@ -1212,7 +1013,7 @@ class _Pass:
         conditions += slices
         likeness = self._likeness()
 
-        def likeness_of(run: _Run) -> Any:
+        def likeness_of(run: Run) -> Any:
             try:
                 run.backward(loss)
             except Exception:
@@ -1220,11 +1021,11 @@ class _Pass:
             return likeness.of(run)
 
         others = [run for run in self._more if run.ended is None and all(c.holds(run.counts) for c in slices)]
-        likes = [likeness_of(run) is _LIKE for run in others]
+        likes = [likeness_of(run) is LIKE for run in others]
         if not all(likes) or depth in self._untold:
             raise _Pinned(loss.depth, reason, is_behind=True)
         # a sum of one row may be left out: that it is there does no harm
-        few = [run.ended is None and likeness_of(run) in (_FAILED, _OTHER_SIZES) for run in self._few]
+        few = [run.ended is None and likeness_of(run) in (_FAILED, OTHER_SIZES) for run in self._few]
         free = self._open_before(every.known_behind(note))
         conditions += self._more_than_few([i for i, is_another in enumerate(few) if is_another], free)
         found = sorted(likeness.formulas | every.formulas.keys() - learned, key=str)
@@ -1232,12 +1033,12 @@ class _Pass:
             raise _Pinned(loss.depth, reason, is_behind=True)
         self._behind = note, conditions, found
 
-    def _likeness(self) -> _Likeness:
+    def _likeness(self) -> Likeness:
         """What the samples have done last."""
         (names, *numbers), *others = [run.operators() for run in self._runs]
         is_one = all(other == names for other, _ in others)
         numbers += [other for _, other in others]
-        return _Likeness(names if is_one else None, [self._formula(n) for n in zip(*numbers, strict=is_one)])
+        return Likeness(names if is_one else None, [self._formula(n) for n in zip(*numbers, strict=is_one)])
 
     def _formula(self, values: tuple[int, ...]) -> Formula | int | None:
         """A size in all samples; None: it is none that is known."""

@@ -26,7 +26,7 @@ from lightning_spmd.ir.successors import Replaced, with_successors
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.becoming import VIEWED_IN_PLACE, Becoming
 from lightning_spmd.stages.capture.follow.copies import Copies
-from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas, result_now
+from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas
 from lightning_spmd.stages.capture.follow.counts import told_in
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
@@ -60,6 +60,7 @@ from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnB
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.told import tells, told_numbers
+from lightning_spmd.stages.capture.follow.trial_runs import result_now
 from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs
 
 _READS = {
