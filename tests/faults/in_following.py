@@ -601,14 +601,6 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         (f"{READ_SIZES}::test_one_graph_for_all_numbers",),
     ),
     Mutant(
-        "what a run has already made is not compared again",
-        CAPTURE,
-        f"{FOLLOW}/count_formulas.py",
-        "        is_behind = run is None or max(",
-        "        is_behind = run is not None and 0 > max(",
-        (READ_SIZES, NUMBERS_OF_COUNTS, TOLD),
-    ),
-    Mutant(
         "at symbols, what is put where a mask says is put into a copy",
         CAPTURE,
         f"{FOLLOW}/told.py",
