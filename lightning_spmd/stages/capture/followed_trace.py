@@ -28,7 +28,7 @@ from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
-from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, tensors_in
+from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, sized, tensors_in
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
 from lightning_spmd.stages.capture.follow.sizes import with_sizes
@@ -259,13 +259,20 @@ class FollowedTrace:
         self._readers[index] = read
         key = (index, MOVES) if id(live) in self._live_gradients else (index,)
         place = place_of_gone(live)
-        fake = self.inputs.tensor(live if place is None else live.detach(), InputRole.CONSTANT, key, f"tensor {number}")
+        twin = live if place is None else live.detach()
+        fake = self.inputs.tensor(twin, InputRole.CONSTANT, key, f"tensor {number}", self._shape_of(number))
         if place is None:
             return fake
         gone, node = without_history(fake, place), self.recorder.node_of(fake)
         if node is not None:
             self.recorder.bind(gone, node)
         return gone
+
+    def _shape_of(self, number: int) -> list[int] | None:
+        """The shape of a tensor from outside for these counts, if Python tells it."""
+        told = (note for note in self.program.notes if note.func is sized and note.args[0] == Outside(number))
+        note = next(told, None)
+        return None if note is None else list(map(self._values.number, note.args[1:]))
 
     @functools.cached_property
     def _live_gradients(self) -> set[int]:

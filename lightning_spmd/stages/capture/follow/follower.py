@@ -54,6 +54,9 @@ class Follower:
         self.told_at: dict[tuple[Any, str], int] = {}
         """Functions with ``file:line`` of calls whose numbers Python tells, since they follow from no other counts, and
         how often a path did for one of these numbers alone; below none if one does for all."""
+        self.sizes_outside: dict[tuple[Any, str, Place], Sequence[int] | None] = {}
+        """Sizes of tensors from outside by the call that met them, its ``file:line`` and the place; None if they
+        differ, and the step tells them."""
         self.holders = Holders(names)
         self.wrapped = Wrapped()
         self.bound: dict[tuple[int, int], Tensor] = {}

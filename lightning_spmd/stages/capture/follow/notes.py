@@ -116,6 +116,10 @@ class Kind(NamedTuple):
         """Whether it is found by its name."""
         return self.name is not None and issubclass(self.type, nn.Parameter)
 
+    def of_any_size(self) -> Kind:
+        """The same of dense tensors of all sizes."""
+        return self._replace(spec=TensorSpec((), (), self.spec.dtype, self.spec.device))
+
     def in_words(self) -> str:
         """The kind as text, equal on all ranks."""
         spec = self.spec
@@ -140,6 +144,16 @@ class Around(NamedTuple):
     attention: tuple[Any, ...] = ()
     kernels: tuple[bool, ...] = ()
     block: int | None = None
+
+
+def sized(tensor: Tensor, *shape: int) -> Tensor:
+    """A call that Python does not make: it tells how large a tensor from outside is, which is met by it.
+
+    Args:
+        tensor: the tensor.
+        shape: its sizes.
+    """
+    return tensor
 
 
 _numbers = itertools.count()

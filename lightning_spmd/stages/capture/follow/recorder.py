@@ -31,6 +31,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     leaf_at,
     leaves_by_place,
     mapped,
+    sized,
     sources_in,
     tensors_in,
     with_numbers,
@@ -82,6 +83,7 @@ class Recording:
         self._roots: dict[int, tuple[Source, Tensor]] = {}
         self._rooted = set[Source]()
         self.values = Values(self._fake, Engine(self.active, is_fake=True))
+        self.values.instead[sized] = self._sized
         self.values.on_same = self.below.sized.forms.same
         if step.by_hand is not None:
             self.values.world = step.by_hand.on_fakes(lambda: self.values.made.values())
@@ -110,6 +112,14 @@ class Recording:
             layout = None if position in self._step.stand_ins else layout_of(live.shape, live.stride())
             fake = torch.empty_strided(shape, strides_as(layout, shape), dtype=live.dtype, device=live.device)
             return fake.requires_grad_(live.requires_grad)
+
+    def _sized(self, tensor: Tensor, *shape: Any) -> Tensor:
+        """A tensor from outside as large as Python tells."""
+        source = next(source for source, fake in self.outside.items() if fake is tensor)
+        if any(type(size) is not int for size in shape) or shape != tuple(tensor.shape):
+            self.unmet(source)
+            self.outside[source] = twin_of(self._step.tensor_of(source), self.mode, shape)  # type: ignore[arg-type]
+        return self.outside[source]
 
     def unmet(self, source: Source) -> None:
         """A tensor from outside has not been met."""
@@ -411,7 +421,8 @@ class Recorder:
         """
         step = self._step
         for number in range(known, len(step.outside)):
-            note.met[number] = step.kind(step.outside[number], number)
+            kind = step.kind(step.outside[number], number)
+            note.met[number] = kind.of_any_size() if note.func is sized else kind
         note.module, note.source = step.module_path(), user_location() or ""
         for source in sources_in((note.args, note.kwargs)):
             if type(source) is Given:
@@ -453,8 +464,8 @@ class Recorder:
             numbers: those that are others, by place.
         """
         step = self._step
-        if keeps_shapes(note.func):
-            return True
+        if keeps_shapes(note.func) or note.func is sized:
+            return note.func is not sized
         recording = Recording(step)
 
         def fake(value: Any) -> Any:

@@ -49,6 +49,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     kernels_now,
     leaves_by_place,
     mapped,
+    sized,
     tensors_in,
     with_numbers,
 )
@@ -61,7 +62,7 @@ from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.told import tells, told_numbers
 from lightning_spmd.stages.capture.follow.trial_runs import result_now
-from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs
+from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs, user_location
 
 _READS = {
     Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__complex__, Tensor.tolist,
@@ -658,6 +659,9 @@ class Step(StepState, TorchFunctionMode):
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
+        is_told = func is not sized and bool(self.here.children) and self.here.children[-1].func is sized
+        if is_told and (new := self._to_be_sized(args, kwargs)):
+            return self._with_size(new[0], func, args, kwargs)
         known, others, with_other_counts, lists_differ = len(self.outside), list[Note](), list[Note](), False
         for note in reversed(self.here.children):
             if note.func != func or note.around != around or note.reads:
@@ -677,6 +681,8 @@ class Step(StepState, TorchFunctionMode):
             elif found:
                 others.append(note)
             self.recorder.unmet(known)
+        if func is not sized and (new := self._to_be_sized(args, kwargs, func)):
+            return self._with_size(new[0], func, args, kwargs)
         # what Python has read may be what it computes with
         are_read = (others or lists_differ) and self.reads.decide_sizes(lists_alone=not others)
         by_python = {} if are_read else told_numbers(self, [*others, *with_other_counts], func, args, kwargs)
@@ -735,6 +741,30 @@ class Step(StepState, TorchFunctionMode):
             return found, True, found is not None
         finally:
             del self.counts[known:]
+
+    def _to_be_sized(self, args: Any, kwargs: Any, func: Any = None) -> list[Tensor]:
+        """Tensors from outside whose sizes the step tells before a call.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            func: what is called, if those alone are meant that have had other sizes there.
+        """
+        found, places = list[Tensor](), self.follower.sizes_outside
+        new = [(place, leaf) for place, leaf in leaves_by_place((args, kwargs)) if self.may_be_sized(leaf)]
+        source = user_location() or "" if new and func is not None else ""
+        for place, tensor in new:
+            if func is not None and (seen := places.setdefault((func, source, place), tensor.shape)) is not None:
+                if seen == tensor.shape:
+                    continue
+                places[func, source, place] = None
+            found.append(tensor)
+        return found
+
+    def _with_size(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
+        """A call of which a tensor from outside is told the size of first."""
+        self.__torch_function__(sized, (), (tensor, *tensor.shape))
+        return self.called(func, args, kwargs)
 
     def _with_calls_seen(self, value: Any) -> Any:
         """A function of the user's as a function of torch may call it: what it calls is followed."""

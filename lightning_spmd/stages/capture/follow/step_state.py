@@ -20,7 +20,7 @@ from lightning_spmd.stages.capture.follow.counts import may_have
 from lightning_spmd.stages.capture.follow.follower import Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.memory import Memory
-from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, Outside, Place, Source, leaf_at
+from lightning_spmd.stages.capture.follow.notes import Given, Kind, Made, Note, Outside, Place, Source, leaf_at, sized
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import World
@@ -285,11 +285,23 @@ class StepState:
             return False
         if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
             return False
-        if kind.spec != TensorSpec.of(tensor) or kind.shares != self.shares(tensor, number):
+        if note.func is sized:
+            if kind != kind._replace(spec=TensorSpec.of(tensor)).of_any_size() or not tensor.is_contiguous():
+                return False
+        elif kind.spec != TensorSpec.of(tensor):
             return False
-        if self._is_of_batch(tensor):
+        if kind.shares != self.shares(tensor, number) or self._is_of_batch(tensor):
             return False
         return kind.name is None or self.follower.is_named(kind.name, tensor)
+
+    def may_be_sized(self, value: Any) -> bool:
+        """Whether it is a plain tensor from outside, that the step has not met, and may have another size in others."""
+        if type(value) is not Tensor or id(value) in self.sources or value.requires_grad or not value.ndim:
+            return False
+        is_dense = value.layout is torch.strided and not value.is_meta and value.is_contiguous()
+        is_alone = self.shares(value, len(self.outside)) is None and not self._is_of_batch(value)
+        is_alone = is_alone and placeholders.place_of_gone(value) is None and not private.is_wrapped(value)
+        return is_dense and is_alone and self._name_of(value) is None
 
     def shares(self, tensor: Tensor, number: int) -> int | None:
         """Which of this many outside tensors has memory in common with a tensor."""
@@ -317,9 +329,7 @@ class StepState:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
-        if self._names is None:
-            self._names = self.follower.holders.names = self.follower.names()
-        name = self._names.get(id(tensor))
+        name = self._name_of(tensor)
         if name is None and isinstance(tensor, DTensor):
             fix = (
                 "keep a detached one, or call requires_grad_(False)"
@@ -328,6 +338,12 @@ class StepState:
             )
             raise CannotBeFollowed(f"a tensor in parts that is no parameter or buffer of the module: {fix}")
         return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
+
+    def _name_of(self, tensor: Tensor) -> str | None:
+        """The name of a parameter or buffer."""
+        if self._names is None:
+            self._names = self.follower.holders.names = self.follower.names()
+        return self._names.get(id(tensor))
 
     def noted(self, value: Any) -> Any:
         """An argument as a note has it."""

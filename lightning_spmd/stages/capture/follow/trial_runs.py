@@ -66,7 +66,7 @@ class Run:
         self._writes = any(note.writes for note in step.notes)
         places = () if step.tree is None else step.tree.sizes.places
         self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
-        self._recording.values.instead = dict(instead)
+        self._recording.values.instead |= instead
         self._recording.values.number = lambda leaf: with_sizes(leaf, counts)
 
     def make(self, note: Note) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,22 @@ class InputTable:
         self.entries[node] = GraphInput(role, key, name, value)
         return node
 
-    def tensor(self, live: Tensor, role: InputRole, key: tuple[Any, ...], name: str) -> Tensor:
-        """The fake twin of a live tensor; the same one for the same tensor (tied parameters are one input)."""
+    def tensor(
+        self, live: Tensor, role: InputRole, key: tuple[Any, ...], name: str, shape: Sequence[int] | None = None
+    ) -> Tensor:
+        """The fake twin of a live tensor; the same one for the same tensor (tied parameters are one input).
+
+        Args:
+            live: the tensor.
+            role: what it is for the step.
+            key: which of these.
+            name: for messages and graphs.
+            shape: of the twin, if it is another one.
+        """
         known = self._fakes.get(id(live))
         if known is not None:
             return known[1]
-        fake = twin_of(live, self.fake_mode)
+        fake = twin_of(live, self.fake_mode, shape)
         self._fakes[id(live)] = (live, fake)
         vars(fake).update(
             {k: v for k, v in vars(live).items() if k not in vars(fake).keys() | private.NAMES_OF_DTENSORS}
@@ -130,8 +140,17 @@ class InputTable:
         return [(n, self.entries[n]) for n in self.recorder.graph.nodes if n.op == "placeholder"]
 
 
-def twin_of(live: Tensor, fake_mode: Any) -> Tensor:
-    """The fake twin of a live tensor; of a sharded one it is the whole."""
+def twin_of(live: Tensor, fake_mode: Any, shape: Sequence[Any] | None = None) -> Tensor:
+    """The fake twin of a live tensor; of a sharded one it is the whole.
+
+    Args:
+        live: the tensor.
+        fake_mode: of the twin.
+        shape: of the twin, which is dense, if it is another one: numbers or symbols.
+    """
+    if shape is not None:
+        with private.disable_dispatch_modes(), fake_mode, torch.inference_mode(live.is_inference()):
+            return torch.empty(tuple(shape), dtype=live.dtype, device=live.device)
     if not isinstance(live, DTensor):
         if live.is_leaf and live.grad is not None and type(live.grad) is not Tensor:  # it stands for one
             return fake_mode.from_tensor(live.detach(), static_shapes=True).requires_grad_(live.requires_grad)
