@@ -9,11 +9,9 @@ NOT_YET: dict[str, str] = {
 
 PARTLY_EAGER = frozenset(
     [
-        "MaskedColumns",
         "HardestRows",
         "SortedTensors",
         "SeveralReads",
-        "GrowingTensor",
         "Added",
         "NewParameter",
         "SmoothingScheduled",

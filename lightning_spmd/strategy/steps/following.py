@@ -599,7 +599,7 @@ class Following:
             step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         may_wait = not (step.must_be_graph or self._has_own_batch)
-        are_many = len(self._taken) >= (
+        are_many = self._ways_taken() >= (
             self._most_new_paths if self._follower.recorded <= MANY_CALLS else NEW_LONG_PATHS
         )
         step.knows_many_paths = may_wait and not self._evaluates and are_many
@@ -719,7 +719,7 @@ class Following:
         self._taken[way] = self._taken.pop(way, 0) + 1
         if len(self._taken) > _REMEMBERED:
             del self._taken[next(iter(self._taken), way)]
-        if self._taken[way] == 1 and may_wait and len(self._taken) > self._most_new_paths:
+        if self._taken[way] == 1 and may_wait and self._ways_taken() > self._most_new_paths:
             step.eagerly(NEW_PATH, step.left_at)
             self._count_eager_of(step)
             return FollowedStep(step, _resolved(returned), queue, (), None)
@@ -746,6 +746,11 @@ class Following:
             owned.update(id(p) for group in self._context.optimizer.param_groups for p in group["params"])
         owned.update(self._gradients_in_parts())
         return owned
+
+    def _ways_taken(self) -> int:
+        """How many ways steps took. Where numbers were told in vain, each of them has a way beside those."""
+        in_vain = sum(paths for paths in self._follower.told_at.values() if paths > 0)
+        return len(self._taken) - min(in_vain, self._most_new_paths)
 
     def _held_leaves(self, step: Step) -> list[Tensor]:
         """Tensors from outside, no parameters, to which eager training gives a gradient."""

@@ -282,8 +282,8 @@ class CountFormulas:
 
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
-        step, depth = self._step, note.depth
-        if depth in self.varying:
+        step, depth = self._step, max(note.depth, self._new)  # what others know is right for them
+        if note.depth in self.varying:
             told_from_now_on(step, note)
         groups = [{i, *formula.names()} for i, formula in self.all_ties().items()]
         counts = counts.union(*(group for group in groups if group & counts)) - pins_of(step.notes).keys()
@@ -681,9 +681,11 @@ class _Pass:
             del more[run]
         if is_opaque or self._every.by_python:
             likeness = self._likeness()
-            its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not LIKE for run, got in more.items()]
-            if any(its) or depth in self._untold:
+            unlike = [r for r, got in more.items() if got != wanted[r] or r.kind != kind or likeness.of(r) is not LIKE]
+            if is_new and (unlike or depth in self._untold):
                 raise self._otherwise(depth, choices, another)
+            for run in unlike:  # for these counts a known call is another one
+                run.end(depth)
             sizes = [i for i in self._open if i < self._step.opened]
             conditions += [Condition(Formula(f"s{i} <= {self._bound}")) for i in sizes if is_new]
         if is_new:
