@@ -82,6 +82,23 @@ class Listed(FromOutside):
         return (self.embedding.weight[kept].sum(0) * self.wide(x)).square().mean()
 
 
+class New(FromOutside):
+    """Of a tensor of the step, which says the dtype."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        scale = self.number.randint(1, 9)
+        own = x.new_tensor([self.number.random() for _ in range(self.number.randint(2, 6))])
+        return (self.wide(x).mean() * own * x.new_tensor(data=scale, dtype=None)).square().mean()
+
+
+class Lengths(FromOutside):
+    """Of the rows, as the step draws them."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        lengths = y.new_tensor([self.number.randint(1, 6) for _ in range(len(x))], dtype=torch.int32)
+        return (self.wide(x) * (torch.arange(6) < lengths[:, None])).square().mean()
+
+
 class Targets(FromOutside):
     """As long as a window that is drawn as well."""
 
@@ -186,6 +203,8 @@ ALL: dict[type[FromOutside], tuple[int, int]] = {
     Order: (2, 4),
     Words: (3, 8),
     Listed: (3, 9),
+    New: (4, 9),
+    Lengths: (2, 4),
     Targets: (2, 6),
     Two: (4, 10),
     Memory: (5, 10),
@@ -214,9 +233,18 @@ def test_batches_of_all_sizes(make: type[FromOutside]) -> None:
     assert_bitwise(ours, train(make, "auto", range(9, 15)))
 
 
+class Padded(FromOutside):
+    """Arrays of several lengths; the call writes into what it makes itself."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        parts = [self.drawn.random((self.number.randint(1, 4), 6)).astype(np.float32) for _ in range(3)]
+        return self.wide(nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, parts)))).square().mean() + x.mean()
+
+
+@pytest.mark.parametrize("make", [Shared, Padded])
 @pytest.mark.parametrize("sizes", [range(12, 13), range(9, 15)])
-def test_memory_that_others_have(sizes: range) -> None:
-    assert_bitwise(train(Shared, "spmd", sizes), train(Shared, "auto", sizes))
+def test_memory_of_arrays(make: type[FromOutside], sizes: range) -> None:
+    assert_bitwise(train(make, "spmd", sizes), train(make, "auto", sizes))
 
 
 @pytest.mark.parametrize("make", [MaskOfBatch, Masked, Words, Targets, Memory])

@@ -353,6 +353,30 @@ def test_numbers_of_which_torch_makes_tensors(make: type[Telling], sizes: range)
     assert_bitwise(train(make, "spmd", sizes), train(make, "auto", sizes))
 
 
+class Filled(Telling):
+    """With a number that is not whole and decides no size."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.wide(x).masked_fill(x > 1, self.drawn.random())
+        return (hidden.mean(1) * torch.full((len(x),), self.drawn.random())).square().mean()
+
+
+class Stepped(Telling):
+    """With one that decides sizes."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        steps = torch.arange(0, len(x), self.drawn.choice((1.0, 1.25, 1.5)))
+        return (self.wide(x).mean() * steps).square().mean()
+
+
+@pytest.mark.parametrize(("make", "most"), [(Filled, 4), (Stepped, 12)])
+def test_numbers_that_are_not_whole_beside_sizes(make: type[Telling], most: int) -> None:
+    ours = train(make, "spmd", range(9, 15))
+    assert_compiled(ours)
+    assert (ours.captures <= most, ours.eager_steps <= 4) == (True, True)
+    assert_bitwise(ours, train(make, "auto", range(9, 15)))
+
+
 def test_parts_that_are_empty_in_some_steps() -> None:
     ours = train(EmptyParts, "spmd", range(12, 13))
     assert ours.eager_steps <= 4

@@ -22,7 +22,7 @@ from lightning_spmd.ir.sizes import Condition, Formula, Size
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.follow.engine import EngineCall
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
-from lightning_spmd.stages.capture.follow.notes import Note, formulas_in
+from lightning_spmd.stages.capture.follow.notes import Note, formulas_in, leaf_at
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 
@@ -163,13 +163,15 @@ def counts_in(specs: Sequence[TensorSpec]) -> frozenset[int]:
 
 
 def with_open_number(notes: Iterable[Note]) -> Note | None:
-    """The first call with a number that is another one in other steps, and decides what is done with tensors of a size.
+    """The first call with a whole number that is another one in other steps, and decides what is done with tensors.
 
     A window (``x[:, start : start + 8]``) would be elsewhere, or nowhere, in what graphs for all counts are made with,
-    and what torch decides on sizes was looked at with another number.
+    and what torch decides on sizes was looked at with another number. Of a number that is not whole such a decision is
+    one of the graph's, and each step looks at how large the call's results are.
     """
     calls = (note for note in notes if note.free and not isinstance(note.func, (EngineCall, CallByHand)))
-    return next((note for note in calls if not keeps_shapes(note.func)), None)
+    whole = (n for n in calls if any(isinstance(leaf_at((n.args, n.kwargs), place), int) for place in n.free))
+    return next((note for note in whole if not keeps_shapes(note.func)), None)
 
 
 def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]]:

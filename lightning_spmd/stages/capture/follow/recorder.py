@@ -360,7 +360,10 @@ class Recorder:
         if any(stride == 0 and size > 1 for t in changed for stride, size in zip(t.stride(), t.shape, strict=True)):
             raise CannotBeFollowed(f"{note.name} writes into a tensor with elements in the same place (expand)")
         written = {private.storage_of(t) for t in (*changed, *recording.below.written)}
-        note.writes = frozenset([root[0] for storage in written if (root := recording.root_of(storage)) is not None])
+        roots = [root[0] for storage in written if (root := recording.root_of(storage)) is not None]
+        note.writes = frozenset(
+            r for r in roots if not (type(r) is Made and r.depth == note.depth)
+        )  # but what it makes
         shared = {i for pair in enumerate(step.follower.shared) if pair[1] is not None for i in pair}
         if any(type(root) is Given and root.position in shared for root in note.writes):
             raise CannotBeFollowed(f"{note.name} writes into one of two tensors of the batch that share memory")

@@ -76,7 +76,7 @@ _SIZES = frozenset(
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "is_non_overlapping_and_dense", "dim_order"})
 _PROPERTIES = frozenset({"shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_sparse", "is_nested", "itemsize",
                          "is_quantized", "is_meta", "is_mkldnn", "is_cpu", "nbytes"})  # fmt: skip
-_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
+_DATA = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
 _MEMORY = {Tensor.storage, Tensor.untyped_storage, Tensor.data_ptr, Tensor.__dlpack__,
            Tensor.__dlpack_device__, Tensor.share_memory_, Tensor.set_, Tensor.apply_, Tensor.map_,
            Tensor.map2_}  # fmt: skip
@@ -963,6 +963,9 @@ class Step(StepState, TorchFunctionMode):
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Tensors made of Python's data are the user's own; made of a placeholder they are a call."""
+        if func is Tensor.new_tensor and not tensors_in((args[1:], kwargs)):
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            return self._data(torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **given})
         if args and isinstance(args[0], Tensor):
             return self.called(func, args, kwargs)
         is_number = args and type(args[0]) in (int, float, bool)
