@@ -36,8 +36,10 @@ def tells(step: StepState, note: Note, numbers: Mapping[Place, Any]) -> bool:
         note: the known call.
         numbers: those of the new call that are others.
     """
-    if _has_read(step) or not _may_tell(note.func) or not any(map(_is_count, numbers.values())):
+    if not _may_tell(note.func) or not any(map(_is_count, numbers.values())):
         return False
+    if _may_follow_from_reads(step):  # what was read is a count from then on
+        return note.decides
     if note.decides:
         told_from_now_on(step, note)
     return _is_told(step, note)
@@ -61,9 +63,9 @@ def does_for_one(step: StepState, note: Note) -> None:
         step.follower.told_at[key] += 1
 
 
-def _has_read(step: StepState) -> bool:
-    """Whether Python has read whole numbers, from which others may follow."""
-    return any(note.whole is not None for note in step.notes)
+def _may_follow_from_reads(step: StepState) -> bool:
+    """Whether Python has read whole numbers that are no counts. What it passes on may follow from them."""
+    return any(note.whole is not None and not note.counts for note in step.notes)
 
 
 def _is_told(step: StepState, note: Note) -> bool:
@@ -82,7 +84,7 @@ def told_numbers(
         args: its arguments.
         kwargs: likewise.
     """
-    if _has_read(step) or len(step.counts) - step.opened >= _MOST_OF_STEP:
+    if _may_follow_from_reads(step) or len(step.counts) - step.opened >= _MOST_OF_STEP:
         return {}
     others = others or _in_first_path(step, func, args, kwargs)
     if not step.has_counts:  # of others there may be a formula
