@@ -135,6 +135,8 @@ class Reads:
             is_one = note.whole is not None and len(note.whole) == 1
             if note.whole is not None and ((is_one and not lists_alone) or self._are_used(note)):
                 sizes_at.setdefault(note.source, 0)
+            elif note.whole is not None:
+                self._step.follower.unused_at.add(note.source)
         if len(sizes_at) == known:
             return False
         self._step.follower.told_at.clear()  # they may follow from these

@@ -64,8 +64,9 @@ def does_for_one(step: StepState, note: Note) -> None:
 
 
 def _may_follow_from_reads(step: StepState) -> bool:
-    """Whether Python has read whole numbers that are no counts. What it passes on may follow from them."""
-    return any(note.whole is not None and not note.counts for note in step.notes)
+    """Whether Python has read whole numbers that may become counts. What it passes on may follow from them."""
+    known = step.follower.sizes_at.keys() | step.follower.unused_at
+    return any(note.whole is not None and note.source not in known for note in step.notes)
 
 
 def _is_told(step: StepState, note: Note) -> bool:
