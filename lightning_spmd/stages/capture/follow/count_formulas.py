@@ -64,7 +64,7 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.recorder import first_line
 from lightning_spmd.stages.capture.follow.sizes import Companions, candidates
 from lightning_spmd.stages.capture.follow.step_state import StepState
-from lightning_spmd.stages.capture.follow.told import does_for_all, does_for_one, told_from_now_on
+from lightning_spmd.stages.capture.follow.told import does_for_all, does_for_one, told_from_now_on, waits_for_reads
 from lightning_spmd.stages.capture.follow.trial_runs import LIKE, OTHER_SIZES, Likeness, OnSymbols, Run, at_counts
 from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers
 
@@ -283,7 +283,7 @@ class CountFormulas:
     def _pin(self, note: Note, counts: set[int], reason: str) -> int:
         """A call is one for some counts of this step alone, if they are not yet. Returns where to go on."""
         step, depth = self._step, max(note.depth, self._new)  # what others know is right for them
-        if note.depth in self.varying:
+        if note.depth in self.varying and all(before.whole is None for before in step.notes):
             told_from_now_on(step, note)
         groups = [{i, *formula.names()} for i, formula in self.all_ties().items()]
         counts = counts.union(*(group for group in groups if group & counts)) - pins_of(step.notes).keys()
@@ -1102,7 +1102,7 @@ class _Pass:
                     found[place] = torch.Size(parts)
             elif type(number := self._fitted(column, points, codes, guess)) is Size:
                 found[place] = number
-            elif len(set(column)) > 1:
+            elif len(set(column)) > 1 and not waits_for_reads(self._step):
                 told_from_now_on(self._step, note)
         return found
 

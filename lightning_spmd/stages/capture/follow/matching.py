@@ -25,6 +25,7 @@ from lightning_spmd.stages.capture.follow.notes import (
     Source,
     formulas_in,
     in_step,
+    sized,
 )
 
 _ARITHMETIC = frozenset(
@@ -175,7 +176,10 @@ class _Compiler:
             yield f"len(step.outside) == {source.number} and step.takes({self.bind(note)}, {there}, {source.number})"
             self.met[source.number] = there
         else:
-            yield f"{there} is {self.bind(value)} and {there}.requires_grad is {note.met[source.number].trained}"
+            kind = note.met[source.number]
+            yield f"{there} is {self.bind(value)} and {there}.requires_grad is {kind.trained}"
+            if kind.name is None and note.func is not sized:
+                yield f"{there}.shape == {self.bind(value.shape)}"
             yield f"id({there}) not in step.sources"
             self.met[source.number] = there
 

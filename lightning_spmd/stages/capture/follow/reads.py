@@ -132,10 +132,13 @@ class Reads:
         sizes_at = self._step.follower.sizes_at
         known = len(sizes_at)
         for note in self._step.notes:
-            is_one = note.whole is not None and len(note.whole) == 1
-            if note.whole is not None and ((is_one and not lists_alone) or self._are_used(note)):
+            if note.whole is None:
+                continue
+            wanted = {n for n in note.whole if n > _COMMON}
+            left = self._without_used(wanted, note)
+            if (len(note.whole) == 1 and not lists_alone) or (len(wanted) > 1 and not left):
                 sizes_at.setdefault(note.source, 0)
-            elif note.whole is not None:
+            elif len(note.whole) > 1 and left == wanted:
                 self._step.follower.unused_at.add(note.source)
         if len(sizes_at) == known:
             return False
@@ -143,15 +146,13 @@ class Reads:
         return True
 
     @staticmethod
-    def _are_used(read: Note) -> bool:
-        """Whether calls got all numbers of a list; for its largest or their sum, a path for each will do."""
-        wanted, note = {n for n in read.whole or () if n > _COMMON}, read
-        if len(wanted) < 2:
-            return False
-        while note.children and wanted:
+    def _without_used(numbers: set[int], read: Note) -> set[int]:
+        """The numbers of a list that no call got. For its largest or their sum, a path for each will do."""
+        left, note = set(numbers), read
+        while note.children and left:
             note = note.children[0]
-            wanted -= {int(leaf) for _, leaf in leaves_by_place((note.args, note.kwargs)) if isinstance(leaf, int)}
-        return not wanted
+            left -= {int(leaf) for _, leaf in leaves_by_place((note.args, note.kwargs)) if isinstance(leaf, int)}
+        return left
 
     def _count(self, numbers: list[int], func: Any, args: Any, kwargs: Any) -> None:
         """Python has read whole numbers, which are counts if sizes may depend on them."""

@@ -60,7 +60,7 @@ from lightning_spmd.stages.capture.follow.reads import Reads
 from lightning_spmd.stages.capture.follow.recorder import CHECK, Checks, HasOwnBackward, Recorder
 from lightning_spmd.stages.capture.follow.saved import Saved
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
-from lightning_spmd.stages.capture.follow.told import tells, told_numbers
+from lightning_spmd.stages.capture.follow.told import in_vain, tells, told_numbers
 from lightning_spmd.stages.capture.follow.trial_runs import result_now
 from lightning_spmd.stages.capture.user_code import class_in_words, location_of, not_in_graphs, user_location
 
@@ -650,7 +650,7 @@ class Step(StepState, TorchFunctionMode):
             if kwargs.get("generator") is not torch.default_generator:
                 return self._with_generator(func, args, kwargs)
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        if self.saved.hooks and not isinstance(func, EngineCall) and torch.is_grad_enabled():
+        if self.saved.hooks and func is not sized and not isinstance(func, EngineCall) and torch.is_grad_enabled():
             return self.saved.call(func, args, kwargs)
         around = around_now(self.block)
         if around.kernels != self.kernels:
@@ -659,8 +659,8 @@ class Step(StepState, TorchFunctionMode):
         if type(func) is FunctionType and any(_is_called(leaf) for _, leaf in leaves_by_place((args, kwargs))):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
-        is_told = func is not sized and bool(self.here.children) and self.here.children[-1].func is sized
-        if is_told and (new := self._to_be_sized(args, kwargs)):
+        likely = self.here.children[-1] if self.here.children and func is not sized else self.root
+        if likely.func is sized and not in_vain(self, sized, likely.source) and (new := self._to_be_sized(args, kwargs)):
             return self._with_size(new[0], func, args, kwargs)
         known, others, with_other_counts, lists_differ = len(self.outside), list[Note](), list[Note](), False
         for note in reversed(self.here.children):
@@ -722,6 +722,7 @@ class Step(StepState, TorchFunctionMode):
             return self._otherwise("checks", func, args, kwargs)
         self.left_at = self.left_at or (None if note is None else note.source)
         if note is None:
+            self.recorder.unmet(known)
             refused = (func, *map(type, args)) in self.follower.refused
             return NotImplemented if refused else self._about_history(func, args, kwargs)
         return self.take(note, args, kwargs)
@@ -753,7 +754,7 @@ class Step(StepState, TorchFunctionMode):
         found, places = list[Tensor](), self.follower.sizes_outside
         new = [(place, leaf) for place, leaf in leaves_by_place((args, kwargs)) if self.may_be_sized(leaf)]
         source = user_location() or "" if new and func is not None else ""
-        for place, tensor in new:
+        for place, tensor in new if not in_vain(self, sized, source) else ():
             if func is not None and (seen := places.setdefault((func, source, place), tensor.shape)) is not None:
                 if seen == tensor.shape:
                     continue

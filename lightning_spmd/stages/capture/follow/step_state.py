@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_spmd import _private_api as private
+from lightning_spmd.ir.layout import row_major
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.shared_memory import may_meet
 from lightning_spmd.ir.sizes import Dimension
@@ -286,7 +287,7 @@ class StepState:
         if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
             return False
         if note.func is sized:
-            if kind != kind._replace(spec=TensorSpec.of(tensor)).of_any_size() or not tensor.is_contiguous():
+            if kind != kind._replace(spec=TensorSpec.of(tensor)).of_any_size() or not _is_plain(tensor):
                 return False
         elif kind.spec != TensorSpec.of(tensor):
             return False
@@ -298,10 +299,9 @@ class StepState:
         """Whether it is a plain tensor from outside, that the step has not met, and may have another size in others."""
         if type(value) is not Tensor or id(value) in self.sources or value.requires_grad or not value.ndim:
             return False
-        is_dense = value.layout is torch.strided and not value.is_meta and value.is_contiguous()
-        is_alone = self.shares(value, len(self.outside)) is None and not self._is_of_batch(value)
-        is_alone = is_alone and placeholders.place_of_gone(value) is None and not private.is_wrapped(value)
-        return is_dense and is_alone and self._name_of(value) is None
+        if not _is_plain(value) or placeholders.place_of_gone(value) is not None or self._name_of(value) is not None:
+            return False
+        return self.shares(value, len(self.outside)) is None and not self._is_of_batch(value)
 
     def shares(self, tensor: Tensor, number: int) -> int | None:
         """Which of this many outside tensors has memory in common with a tensor."""
@@ -399,6 +399,14 @@ def shared_among(tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
             for index, tensor in enumerate(tensors)
         ]
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its shape and dtype say all of it. Kernels look at strides of dimensions of size one, too."""
+    if tensor.layout is not torch.strided or tensor.is_meta or private.is_wrapped(tensor):
+        return False
+    is_row_major = tensor.stride() == row_major(tensor.shape)
+    return is_row_major and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _share(one: Tensor, other: Tensor) -> bool:

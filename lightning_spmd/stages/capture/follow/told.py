@@ -63,6 +63,17 @@ def does_for_one(step: StepState, note: Note) -> None:
         step.follower.told_at[key] += 1
 
 
+def in_vain(step: StepState, func: Any, source: str) -> bool:
+    """Whether the paths of a call of some line did for one of the numbers alone that it told."""
+    return step.follower.told_at.get((func, source), 0) >= _MOST_PATHS
+
+
+def waits_for_reads(step: StepState) -> bool:
+    """Whether whole numbers of a step have been read that may be counts of later ones."""
+    unused = step.follower.unused_at
+    return any(note.whole is not None and not note.counts and note.source not in unused for note in step.notes)
+
+
 def _may_follow_from_reads(step: StepState) -> bool:
     """Whether Python has read whole numbers that may become counts. What it passes on may follow from them."""
     known = step.follower.sizes_at.keys() | step.follower.unused_at
