@@ -55,9 +55,11 @@ from lightning_spmd.stages.capture.follow.notes import (
     Made,
     Note,
     Place,
+    Source,
     formulas_in,
     is_formula,
     leaves_by_place,
+    sized,
     sources_in,
     with_numbers,
 )
@@ -242,10 +244,10 @@ class CountFormulas:
                 if error.is_behind:
                     begin = self._pin(note, error.counts or set(range(self.known_behind(note))), error.reason)
                     continue
-                operands = [step.notes[s.depth] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+                operands = [_counts_of(step, source) for source in sources_in((note.args, note.kwargs))]
                 fixed = pins_of(step.notes).keys()
                 counts = error.counts or set(note.told.values()) - fixed  # what Python tells is the likeliest
-                counts = counts or set(note.counts).union(*(operand.needs for operand in operands)) - fixed
+                counts = counts or set(note.counts).union(*operands) - fixed
                 begin = self._pin(note, counts or set(range(self.known_behind(note))), error.reason)
         for note in step.notes[new:]:
             note.is_fitted = True
@@ -488,7 +490,7 @@ class _Pass:
         self._found: dict[int, _Found] = {}
         self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
         self._calls: list[Note] = []
-        self._specs: dict[Made, TensorSpec] = {}  # of results, with formulas
+        self._specs: dict[Source, TensorSpec] = {}  # of results, and of what is told, with formulas
         self._pool: dict[str, None] = {}
         self._companions = companions_of(step, first_new)
         first = next((note.depth for note in step.notes if note.counts or note.told), 0)
@@ -723,6 +725,11 @@ class _Pass:
                 raise self._otherwise(depth, choices, f"{note.name} is not made for more rows or elements") from None
         for source, spec in zip(note.made, known, strict=True):
             self._specs[source] = spec
+        if note.func is sized:
+            (source, *shape), spec = call.args, note.met[call.args[0].number].spec
+            formulas = tuple([size.formula if type(size) is Size else size for size in shape])
+            self._specs[source] = TensorSpec(formulas, (), spec.dtype, spec.device)
+        for spec in known:
             self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))
 
     def _more_than_few(self, others: Iterable[int], counts: Iterable[int]) -> list[Condition]:
@@ -740,7 +747,7 @@ class _Pass:
     def _counts_of(self, note: Note, numbers: Mapping[Place, Any], specs: Sequence[TensorSpec] | None) -> list[int]:
         """The counts on which a call depends that may differ in other steps."""
         found = {i for size in sizes_in(numbers.values()) for i in size.formula.names()}.union(note.counts)
-        operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+        operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if s in self._specs]
         return sorted(found | counts_in(operands) | counts_in(specs or ()) - pins_of(self._step.notes).keys())
 
     def _are_constant(self, formulas: Iterable[Formula], conditions: Iterable[Condition]) -> bool:
@@ -1061,7 +1068,7 @@ class _Pass:
 
     def _choices(self, note: Note) -> list[dict[Place, Any]]:
         """Which numbers of a call may be formulas, the likeliest choice first."""
-        operands = [s for s in sources_in((note.args, note.kwargs)) if type(s) is Made]
+        operands = [s for s in sources_in((note.args, note.kwargs)) if s in self._specs]
         near = {str(n): None for s in operands for n in self._specs[s].shape if isinstance(n, Formula)}
         places = () if self._step.tree is None else self._step.tree.sizes.places
         given = {s.position for s in sources_in((note.args, note.kwargs)) if type(s) is Given}
@@ -1125,6 +1132,14 @@ class _Pass:
                 if Formula(code).at(points[0]) == number:
                     return Size(number, Formula(code), counts)
         return number
+
+
+def _counts_of(step: StepState, source: Source) -> set[int]:
+    """The counts on which the size of an operand depends, if calls gave or told it."""
+    if type(source) is Made:
+        return set(step.notes[source.depth].needs)
+    told = (formulas_in(note) for note in step.notes if note.func is sized and note.args[0] == source)
+    return {i for leaves in told for size in sizes_in(leaves.values()) for i in size.formula.names()}
 
 
 def repr_of(choice: Mapping[Place, Any]) -> str:

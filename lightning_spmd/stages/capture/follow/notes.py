@@ -103,6 +103,7 @@ class Kind(NamedTuple):
         spec: shape, strides, dtype, device.
         trained: whether it asks for gradients.
         shares: the first tensor from outside that it overlaps in memory, if it is not itself.
+        lazy: whether its values are the conjugates, and the negatives, of what is in its memory.
     """
 
     name: str | None
@@ -110,6 +111,7 @@ class Kind(NamedTuple):
     spec: TensorSpec
     trained: bool
     shares: int | None
+    lazy: tuple[bool, bool]
 
     @property
     def is_parameter(self) -> bool:
@@ -123,7 +125,8 @@ class Kind(NamedTuple):
     def in_words(self) -> str:
         """The kind as text, equal on all ranks."""
         spec = self.spec
-        return repr((self.name, self.type.__name__, spec.shape, spec.stride, spec.dtype, self.trained, self.shares))
+        about = self.trained, self.shares, self.lazy
+        return repr((self.name, self.type.__name__, spec.shape, spec.stride, spec.dtype, *about))
 
 
 class Around(NamedTuple):
@@ -279,7 +282,7 @@ class Note:
     @property
     def name(self) -> str:
         """The name of the called function, for messages."""
-        return getattr(self.func, "__name__", str(self.func))
+        return "a tensor from outside" if self.func is sized else getattr(self.func, "__name__", str(self.func))
 
     def specs_at(self, counts: Sequence[int]) -> list[TensorSpec]:
         """The specs of its results in a step with these counts."""

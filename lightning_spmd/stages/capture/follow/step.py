@@ -618,6 +618,8 @@ class Step(StepState, TorchFunctionMode):
             return self._with_own_backward(func, args, kwargs)
         if kind == "lengths":
             args, kwargs = self._with_lengths(args, kwargs)
+        for tensor in self._to_be_sized(args, kwargs, func) if kind == "recurrent" else ():
+            self.__torch_function__(sized, (), (tensor, *tensor.shape))
         if kind == "recurrent" and (open_ := self._packed.for_all_lengths(func, args, kwargs)) is not None:
             return self.__torch_function__(open_[0], (), open_[1], {})
         if kind == "by hand" and self.by_hand is not None:
@@ -660,7 +662,11 @@ class Step(StepState, TorchFunctionMode):
             args, kwargs = mapped(self._with_calls_seen, args), mapped(self._with_calls_seen, kwargs)
             return self._otherwise("checks", func, args, kwargs)
         likely = self.here.children[-1] if self.here.children and func is not sized else self.root
-        if likely.func is sized and not in_vain(self, sized, likely.source) and (new := self._to_be_sized(args, kwargs)):
+        if (
+            likely.func is sized
+            and not in_vain(self, sized, likely.source)
+            and (new := self._to_be_sized(args, kwargs))
+        ):
             return self._with_size(new[0], func, args, kwargs)
         known, others, with_other_counts, lists_differ = len(self.outside), list[Note](), list[Note](), False
         for note in reversed(self.here.children):

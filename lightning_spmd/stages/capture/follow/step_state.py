@@ -291,6 +291,8 @@ class StepState:
                 return False
         elif kind.spec != TensorSpec.of(tensor):
             return False
+        if kind.lazy != (tensor.is_conj(), tensor.is_neg()):
+            return False
         if kind.shares != self.shares(tensor, number) or self._is_of_batch(tensor):
             return False
         return kind.name is None or self.follower.is_named(kind.name, tensor)
@@ -337,7 +339,8 @@ class StepState:
                 else "keep its .full_tensor(), or write its values into a buffer that __init__ made"
             )
             raise CannotBeFollowed(f"a tensor in parts that is no parameter or buffer of the module: {fix}")
-        return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, self.shares(tensor, number))
+        shares, lazy = self.shares(tensor, number), (tensor.is_conj(), tensor.is_neg())
+        return Kind(name, _class_of(tensor), TensorSpec.of(tensor), tensor.requires_grad, shares, lazy)
 
     def _name_of(self, tensor: Tensor) -> str | None:
         """The name of a parameter or buffer."""

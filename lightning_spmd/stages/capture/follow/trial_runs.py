@@ -44,7 +44,8 @@ class Run:
 
     Attributes:
         kind: of the last call: which of its operands it returned, with which its results share memory if anything is
-            written in the step, and whether it drew random numbers. Dropout returns its operand if that is empty.
+            written in the step, whether it drew random numbers, and what it asked for sizes. Dropout returns its
+            operand if that is empty, and ``bincount`` asks for none.
         gradients: that the last backward pass gave to calls that were taken for made.
         at: the depth of the next call.
         ended: the depth of the call at which it ended.
@@ -82,7 +83,8 @@ class Run:
         memory = {private.storage_of(tensor): i for i, tensor in reversed(list(enumerate(given)))}
         made = tensors_in(out)
         shares = [memory.get(private.storage_of(tensor)) for tensor in made] if self._writes else []
-        self.kind = [operands.get(id(tensor)) for tensor in made], shares, recording.below.draws != draws
+        asked = tuple(recording.below.sized.asked)
+        self.kind = [operands.get(id(tensor)) for tensor in made], shares, recording.below.draws != draws, asked
         return [recording.values.made[source] for source in note.made]
 
     def assume(self, results: Iterable[tuple[Note, Sequence[TensorSpec]]]) -> None:
