@@ -10,6 +10,7 @@ NUMBERS_OF_COUNTS = "tests/strategy/reads_and_sizes/test_numbers_of_counts.py"
 READ_SIZES = "tests/strategy/reads_and_sizes/test_sizes_from_reads.py"
 SIZES = "tests/strategy/reads_and_sizes/test_varying_sizes.py"
 TOLD = "tests/strategy/reads_and_sizes/test_told_numbers.py"
+FROM_OUTSIDE = "tests/strategy/reads_and_sizes/test_sizes_from_outside.py"
 KEPT = "tests/strategy/following/test_followed_kept.py"
 GENERATORS = "tests/strategy/following/test_followed_generators.py"
 CLASSES = "tests/strategy/following/test_other_classes.py"
@@ -492,8 +493,8 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "calls that do not run on symbols are compared by the sizes of their results alone",
         CAPTURE,
         f"{FOLLOW}/count_formulas.py",
-        "its = [got != wanted[run] or run.kind != kind or likeness.of(run) is not LIKE for run, got in more.items()]",
-        "its = [got != wanted[run] for run, got in more.items()]",
+        "if got != wanted[r] or r.kind != kind or likeness.of(r) is not LIKE]",
+        "if got != wanted[r]]",
         (f"{NUMBERS_OF_COUNTS}::test_torch_decides_on_counts_in_the_backward_pass",),
     ),
     Mutant(
@@ -655,5 +656,61 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "        if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:\n",
         "        if (tie := next((tie for tie in found if tie[0] < 0), None)) is not None:\n",
         (f"{READ_SIZES}::test_batches_of_all_sizes",),
+    ),
+    Mutant(
+        "a tensor from outside is as large in graphs for all sizes as in this step",
+        CAPTURE,
+        "stages/capture/followed_trace.py",
+        'InputRole.CONSTANT, key, f"tensor {number}", self._shape_of(number))',
+        'InputRole.CONSTANT, key, f"tensor {number}")',
+        (f"{FROM_OUTSIDE}::test_one_graph_for_all_sizes",),
+    ),
+    Mutant(
+        "a tensor from outside whose size is told lies as it may",
+        CAPTURE,
+        f"{FOLLOW}/step_state.py",
+        "    is_row_major = tensor.stride() == row_major(tensor.shape)\n",
+        "    is_row_major = tensor.is_contiguous()\n",
+        (f"{FROM_OUTSIDE}::test_how_it_lies",),
+    ),
+    Mutant(
+        "conjugates from outside are taken for others",
+        CAPTURE,
+        f"{FOLLOW}/step_state.py",
+        "        if kind.lazy != (tensor.is_conj(), tensor.is_neg()):\n",
+        "        if kind.lazy == (None, None):\n",
+        (f"{FROM_OUTSIDE}::test_how_it_lies",),
+    ),
+    Mutant(
+        "an object that is known has its size",
+        CAPTURE,
+        f"{FOLLOW}/matching.py",
+        "            if kind.name is None and note.func is not sized:\n",
+        "            if kind.name == '' and note.func is not sized:\n",
+        (f"{FROM_OUTSIDE}::test_one_graph_for_all_sizes",),
+    ),
+    Mutant(
+        "what a call asks for sizes is no difference",
+        CAPTURE,
+        f"{FOLLOW}/trial_runs.py",
+        "        asked = tuple(recording.below.sized.asked)\n",
+        "        asked = ()\n",
+        (f"{FROM_OUTSIDE}::test_one_graph_for_all_sizes",),
+    ),
+    Mutant(
+        "a question meets tensors as a call does",
+        CAPTURE,
+        f"{FOLLOW}/step.py",
+        "        if note is None:\n            self.recorder.unmet(known)\n",
+        "        if note is None:\n",
+        (f"{FROM_OUTSIDE}::test_one_graph_for_all_sizes",),
+    ),
+    Mutant(
+        "what steps with reads draw is never told",
+        CAPTURE,
+        f"{FOLLOW}/told.py",
+        "    known = step.follower.sizes_at.keys() | _unused(step)\n",
+        "    known = set[str]()\n",
+        (f"{TOLD}::test_beside_reads",),
     ),
 )

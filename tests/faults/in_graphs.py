@@ -77,8 +77,8 @@ IN_GRAPHS: tuple[Mutant, ...] = (
         "whether tensors share memory is not compared",
         CAPTURE,
         "stages/capture/follow/step_state.py",
-        "if kind.spec != TensorSpec.of(tensor) or kind.shares != self.shares(tensor, number):",
-        "if kind.spec != TensorSpec.of(tensor):",
+        "if kind.shares != self.shares(tensor, number) or self._is_of_batch(tensor):",
+        "if self._is_of_batch(tensor):",
         (FOLLOWED,),
     ),
     Mutant(

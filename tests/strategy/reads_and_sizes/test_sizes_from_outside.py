@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
@@ -195,6 +196,58 @@ class Shared(FromOutside):
         return (self.wide(own) * whole.sum()).square().mean() + (self.wide(x).mean() * head).sum()
 
 
+class Recurrent(FromOutside):
+    """A layer that torch unrolls over time, where no size varies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(6, 6, batch_first=True)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        words = torch.from_numpy(self.drawn.random((2, self.number.randint(2, 12), 6)).astype(np.float32))
+        return self.layer(words)[0].square().mean() + self.wide(x).mean()
+
+
+class Checkpointed(FromOutside):
+    """What it saves is recomputed."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        own = torch.tensor([self.number.random() for _ in range(self.number.randint(2, 6))])
+        return checkpoint(lambda x: (self.wide(x).mean() * own).square().sum(), x, use_reentrant=False)
+
+
+class Resized(FromOutside):
+    """The same object with other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.zeros(3)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.own.resize_(2 + self.global_step % 5).fill_(self.global_step / 10)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return (self.wide(x).mean() * self.own).square().sum()
+
+
+class Asked(FromOutside):
+    """A question, before any call has met the tensor."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        own = torch.tensor([self.number.random() for _ in range(self.number.randint(2, 6))])
+        assert not self.wide.weight.is_shared()
+        assert not own.is_neg()
+        return (self.wide(x).mean() * own).square().sum()
+
+
+class CountedOrNone(FromOutside):
+    """``bincount`` of none reads no size."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        ones = torch.tensor([1] * (3, 5, 4, 6, 0, 2, 1)[self.global_step % 7], dtype=torch.long)
+        return (torch.bincount(ones, minlength=3) * self.wide(x).mean()).square().sum()
+
+
 ALL: dict[type[FromOutside], tuple[int, int]] = {
     MaskOfBatch: (2, 4),
     Masked: (2, 4),
@@ -209,9 +262,14 @@ ALL: dict[type[FromOutside], tuple[int, int]] = {
     Two: (4, 10),
     Memory: (5, 10),
     Written: (3, 9),
+    Recurrent: (4, 9),
+    Checkpointed: (4, 10),
+    Resized: (4, 10),
+    Asked: (3, 9),
+    CountedOrNone: (4, 10),
     AtTimes: (3, 6),
-    OneOrMore: (4, 7),
-    Nothing: (3, 10),
+    OneOrMore: (6, 7),
+    Nothing: (5, 11),
     Dimensions: (7, 12),
 }
 """With as many graphs at most, for batches of one size and of several."""
@@ -239,6 +297,44 @@ class Padded(FromOutside):
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
         parts = [self.drawn.random((self.number.randint(1, 4), 6)).astype(np.float32) for _ in range(3)]
         return self.wide(nn.utils.rnn.pad_sequence(list(map(torch.from_numpy, parts)))).square().mean() + x.mean()
+
+
+class OneChannel(FromOutside):
+    """Images of one channel that lie with channels last: dropout behind a convolution walks them so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(1, 3, 3)
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        height = self.number.randint(4, 9)
+        images = torch.from_numpy(self.drawn.random((2, height, 6, 1)).astype(np.float32)).permute(0, 3, 1, 2)
+        return F.dropout(self.layer(images), 0.4).square().mean() + self.wide(x).mean()
+
+
+class Conjugate(FromOutside):
+    """In some steps."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        own = torch.tensor([complex(self.number.random(), 1) for _ in range(self.number.randint(2, 5))])
+        own = own if self.global_step % 3 else own.conj()
+        return (torch.view_as_real(own.resolve_conj()).sum() * self.wide(x).mean()).square()
+
+
+class ConjugateKept(Conjugate):
+    """Made between steps."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        own = torch.tensor([1 + 2j, 3 - 1j])
+        self.own = own if self.global_step % 3 else own.conj()
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        return ((self.own * 1j).real.sum() * self.wide(x).mean()).square()
+
+
+@pytest.mark.parametrize("make", [OneChannel, Conjugate, ConjugateKept])
+def test_how_it_lies(make: type[FromOutside]) -> None:
+    assert_bitwise(train(make, "spmd", range(9, 15)), train(make, "auto", range(9, 15)))
 
 
 @pytest.mark.parametrize("make", [Shared, Padded])

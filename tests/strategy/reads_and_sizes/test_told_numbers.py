@@ -353,6 +353,61 @@ def test_numbers_of_which_torch_makes_tensors(make: type[Telling], sizes: range)
     assert_bitwise(train(make, "spmd", sizes), train(make, "auto", sizes))
 
 
+class Segments(Telling):
+    """As in VITS: from each row one part, whose place torch draws, and Python reads as an index."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, places = self.hidden(x)[:4], (torch.rand(4) * 9).long()
+        parts = torch.zeros_like(hidden[:, :4])
+        for row in range(4):
+            place = places[row]
+            parts[row] = hidden[row, place : place + 4]  # type: ignore[misc]
+        return parts.tanh().square().mean()
+
+
+class InLengths(Telling):
+    """The place of a part is drawn within a length that is read; none of the lengths is a number of a call."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, lengths = self.hidden(x), (y[:4] + 8).tolist()
+        places = [self.drawn.randint(0, length - 4) for length in lengths]
+        return torch.stack([hidden[i, n : n + 4] for i, n in enumerate(places)]).square().mean()
+
+
+class Longest(Telling):
+    """Cut where the longest ends, and a window of that is drawn."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        longest = int((y.cumsum(0) % 7).max()) + 5
+        cut = self.hidden(x)[:, :longest]
+        begin = self.drawn.randint(0, longest - 4)
+        return cut[:, begin : begin + 4].square().mean()
+
+
+class BelowNone(Telling):
+    """What is read is less than none in some steps, and no size."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        shift, begin = int(x.sum()), self.drawn.randint(0, 8)
+        return self.hidden(x)[:, begin : begin + 4].square().mean() * (1 + shift % 3)
+
+
+@pytest.mark.parametrize(("make", "most"), [(Segments, 8), (InLengths, 4), (Longest, 8), (BelowNone, 10)])
+def test_beside_reads(make: type[Telling], most: int) -> None:
+    ours = train(make, "spmd", range(12, 13))
+    assert_compiled(ours)
+    assert (ours.captures <= most, ours.eager_steps) == (True, 0)
+    assert_bitwise(ours, train(make, "auto", range(12, 13)))
+
+
+@pytest.mark.parametrize("make", [Segments, InLengths, Longest, BelowNone])
+def test_beside_reads_of_batches_of_all_sizes(make: type[Telling]) -> None:
+    ours = train(make, "spmd", range(9, 15))
+    assert_compiled(ours)
+    assert ours.eager_steps <= 6
+    assert_bitwise(ours, train(make, "auto", range(9, 15)))
+
+
 class Filled(Telling):
     """With a number that is not whole and decides no size."""
 

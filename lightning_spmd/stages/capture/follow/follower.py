@@ -51,8 +51,9 @@ class Follower:
         """Functions with the types of arguments for which Python is to ask the other side (``tensor == None``)."""
         self.sizes_at: dict[str, int] = {}
         """``file:line`` of reads whose whole numbers decide sizes, and how often a path did for one of these alone."""
-        self.unused_at = set[str]()
-        """``file:line`` of reads whose whole numbers no call has got."""
+        self.unused_at: dict[str, int] = {}
+        """``file:line`` of reads of several whole numbers that calls have not got all, and how often that was seen,
+        twice if they have got none."""
         self.told_at: dict[tuple[Any, str], int] = {}
         """Functions with ``file:line`` of calls whose numbers Python tells, since they follow from no other counts, and
         how often a path did for one of these numbers alone; below none if one does for all."""

@@ -138,8 +138,9 @@ class Reads:
             left = self._without_used(wanted, note)
             if (len(note.whole) == 1 and not lists_alone) or (len(wanted) > 1 and not left):
                 sizes_at.setdefault(note.source, 0)
-            elif len(note.whole) > 1 and left == wanted:
-                self._step.follower.unused_at.add(note.source)
+            elif left and len(wanted) > 1:  # one that was may have been so by chance
+                seen = self._step.follower.unused_at
+                seen[note.source] = seen.get(note.source, 0) + (2 if left == wanted else 1)
         if len(sizes_at) == known:
             return False
         self._step.follower.told_at.clear()  # they may follow from these

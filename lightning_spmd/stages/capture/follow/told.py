@@ -68,15 +68,20 @@ def in_vain(step: StepState, func: Any, source: str) -> bool:
     return step.follower.told_at.get((func, source), 0) >= _MOST_PATHS
 
 
+def _unused(step: StepState) -> set[str]:
+    """``file:line`` of reads whose numbers are no counts: calls get none, or not all of them."""
+    return {source for source, seen in step.follower.unused_at.items() if seen > 1}
+
+
 def waits_for_reads(step: StepState) -> bool:
     """Whether whole numbers of a step have been read that may be counts of later ones."""
-    unused = step.follower.unused_at
+    unused = _unused(step)
     return any(note.whole is not None and not note.counts and note.source not in unused for note in step.notes)
 
 
 def _may_follow_from_reads(step: StepState) -> bool:
     """Whether Python has read whole numbers that may become counts. What it passes on may follow from them."""
-    known = step.follower.sizes_at.keys() | step.follower.unused_at
+    known = step.follower.sizes_at.keys() | _unused(step)
     return any(note.whole is not None and note.source not in known for note in step.notes)
 
 
