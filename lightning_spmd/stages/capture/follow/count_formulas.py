@@ -727,7 +727,7 @@ class _Pass:
             self._specs[source] = spec
         if note.func is sized:
             (source, *shape), spec = call.args, note.met[call.args[0].number].spec
-            formulas = tuple([size.formula if type(size) is Size else size for size in shape])
+            formulas: tuple[Any, ...] = tuple([size.formula if type(size) is Size else size for size in shape])
             self._specs[source] = TensorSpec(formulas, (), spec.dtype, spec.device)
         for spec in known:
             self._pool.update((str(n), None) for n in spec.shape if isinstance(n, Formula))

@@ -13,6 +13,7 @@ from torch.autograd.function import BackwardCFunction
 from lightning_spmd import _private_api as private
 from lightning_spmd.errors import SPMDError
 from lightning_spmd.ir.aliasing import written_values
+from lightning_spmd.ir.first import first
 from lightning_spmd.ir.layout import layout_of, strides_as
 from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension, Formula, Size
@@ -115,7 +116,7 @@ class Recording:
 
     def _sized(self, tensor: Tensor, *shape: Any) -> Tensor:
         """A tensor from outside as large as Python tells."""
-        source = next(source for source, fake in self.outside.items() if fake is tensor)
+        source = first((source for source, fake in self.outside.items() if fake is tensor), "tensor from outside")
         if any(type(size) is not int for size in shape) or shape != tuple(tensor.shape):
             self.unmet(source)
             self.outside[source] = twin_of(self._step.tensor_of(source), self.mode, shape)  # type: ignore[arg-type]
