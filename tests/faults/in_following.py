@@ -713,4 +713,12 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "    known = set[str]()\n",
         (f"{TOLD}::test_beside_reads",),
     ),
+    Mutant(
+        "what formulas say with one number of a call is said of all",
+        CAPTURE,
+        "strategy/graphs/building.py",
+        "        if any(map(has_open_number, program.notes)):",
+        "        if program.at == ():",
+        (f"{TOLD}::test_a_number_with_which_torch_does_otherwise_for_some_sizes",),
+    ),
 )

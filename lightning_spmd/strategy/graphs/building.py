@@ -32,7 +32,7 @@ from lightning_spmd.ir.unify import Apart
 from lightning_spmd.messages import tell
 from lightning_spmd.parallel.state import StateMesh
 from lightning_spmd.stages import GraphMaker, finish, lowering
-from lightning_spmd.stages.capture.follow.counts import formulas_of
+from lightning_spmd.stages.capture.follow.counts import formulas_of, has_open_number
 from lightning_spmd.stages.capture.follow.program import Program
 from lightning_spmd.stages.capture.followed_trace import capture_followed
 from lightning_spmd.stages.capture.pieces import PiecewiseTrace
@@ -79,6 +79,11 @@ def _have_same_constants(one: CapturedStep, other: CapturedStep) -> bool:
 
     mine, its = read(one), read(other)
     return len(mine) == len(its) and all(map(same_tensor, mine, its))
+
+
+def _computing(step: CapturedStep) -> list[Any]:
+    """The operators of a graph that give no views: a slice that takes all is left out."""
+    return [node.target for node in step.graph_module.graph.nodes if not getattr(node.target, "is_view", False)]
 
 
 class CannotBeBuilt(Exception):
@@ -383,6 +388,10 @@ class GraphBuilder:
                 )
             if not _have_same_constants(captured, steps[-1]):
                 raise NoCommonGraphError("there is no graph for all sizes that the data say: a tensor is made of one")
+        if any(map(has_open_number, program.notes)):  # formulas were found with another one
+            own = dataclasses.replace(request, program=dataclasses.replace(program, at=tuple(program.live.counts)))
+            if _computing(capture_followed(self._capture_request(own, split))) != _computing(captured):
+                raise NoCommonGraphError("with a number of the step torch does otherwise for some sizes")
         graphs = maker.make_for_counts(steps)
         fits = CountFits(program.counts, samples)
         for _, formula in formulas_of(program.notes):

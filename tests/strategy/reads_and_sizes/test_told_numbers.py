@@ -432,6 +432,20 @@ def test_numbers_that_are_not_whole_beside_sizes(make: type[Telling], most: int)
     assert_bitwise(ours, train(make, "auto", range(9, 15)))
 
 
+class Distances(Telling):
+    """Of order two there are products of matrices, for more than 25 rows."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.hidden(x).transpose(0, 1)
+        return torch.cdist(hidden, hidden[:, :3].detach() + 1, p=(1.0, 2.0)[self.step % 2]).mean()
+
+
+def test_a_number_with_which_torch_does_otherwise_for_some_sizes() -> None:
+    ours = train(Distances, "spmd", range(24, 26))
+    assert_compiled(ours)
+    assert_bitwise(ours, train(Distances, "auto", range(24, 26)))
+
+
 def test_parts_that_are_empty_in_some_steps() -> None:
     ours = train(EmptyParts, "spmd", range(12, 13))
     assert ours.eager_steps <= 4

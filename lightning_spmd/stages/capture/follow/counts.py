@@ -169,9 +169,14 @@ def with_open_number(notes: Iterable[Note]) -> Note | None:
     and what torch decides on sizes was looked at with another number. Of a number that is not whole such a decision is
     one of the graph's, and each step looks at how large the call's results are.
     """
-    calls = (note for note in notes if note.free and not isinstance(note.func, (EngineCall, CallByHand)))
+    calls = filter(has_open_number, notes)
     whole = (n for n in calls if any(isinstance(leaf_at((n.args, n.kwargs), place), int) for place in n.free))
-    return next((note for note in whole if not keeps_shapes(note.func)), None)
+    return next(whole, None)
+
+
+def has_open_number(note: Note) -> bool:
+    """Whether a number of a call is another one in other steps, on which more may depend than values."""
+    return bool(note.free) and not (isinstance(note.func, (EngineCall, CallByHand)) or keeps_shapes(note.func))
 
 
 def compiled_specs(specs: Sequence[TensorSpec]) -> Callable[[Sequence[int]], tuple[tuple[Any, Any], ...]]:
