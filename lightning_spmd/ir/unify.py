@@ -133,7 +133,7 @@ class _Unification:
     def _node(self, graph: fx.Graph, nodes: tuple[fx.Node, ...]) -> fx.Node:
         first = nodes[0]
         by_name = all(node.op == "get_attr" for node in nodes)
-        if any(node.op != first.op or not (by_name or _same_target(node.target, first.target)) for node in nodes[1:]):
+        if any(node.op != first.op or not (by_name or same_target(node.target, first.target)) for node in nodes[1:]):
             raise Apart(f"other operators are chosen for other sizes{_place(first)}")
         if first.op == "get_attr":
             self._same_attribute(nodes)
@@ -199,7 +199,8 @@ def _roles(step: ShardedStep) -> list[Any]:
     return [(entry.role, entry.key, entry.placements) for entry in entries]
 
 
-def _same_target(one: Any, other: Any) -> bool:
+def same_target(one: Any, other: Any) -> bool:
+    """Whether two nodes call the same."""
     return same_plain(one, other) if isinstance(one, FunctionType) else one is other or one == other
 
 

@@ -8,7 +8,9 @@ CAPTURE, EXPAND, PASSES, PHASES = "capture", "expand", "passes", "phases"
 RUNTIME, AGREEMENT, STATE, STRATEGY, CHECKPOINTS = "runtime", "agreement", "state", "strategy", "checkpoints"
 FOLLOWED = "tests/strategy/following/test_followed_calls.py"
 ONE_DEVICE = "tests/equality/test_one_device.py"
+OPENED = "stages/capture/numbers/opened.py"
 OPERATORS = "tests/stages/expand/test_operators.py"
+PLAIN_NUMBERS = "tests/strategy/reads_and_sizes/test_plain_numbers.py"
 PLANS = "tests/equality/test_plans.py"
 
 

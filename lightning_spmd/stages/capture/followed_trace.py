@@ -6,14 +6,15 @@ The rest of the iteration is Lightning's, in its order: backward pass, clipping,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 
 from lightning_spmd import _private_api as private
@@ -23,9 +24,11 @@ from lightning_spmd.ir.guards import Guards, ValueGuard
 from lightning_spmd.ir.layout import densely
 from lightning_spmd.ir.node_info import Section, TensorSpec, spec_of
 from lightning_spmd.ir.reads import HandedCounts, HandOver
+from lightning_spmd.ir.same_value import same_tensor
 from lightning_spmd.ir.several_optimizers import parts_of
 from lightning_spmd.ir.signature import MOVES, InputRole, OutputRole, Signature
 from lightning_spmd.ir.steps import CapturedStep, OutputRef
+from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, sized, tensors_in
@@ -37,7 +40,8 @@ from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
 from lightning_spmd.stages.capture.numbers.decisions import decision_program
-from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar
+from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, scalar_of
+from lightning_spmd.stages.capture.numbers.opened import Made, open_numbers, samples_of, taken_as_plain
 from lightning_spmd.stages.capture.optimizer.accumulation import accumulated
 from lightning_spmd.stages.capture.optimizer.bf16_updates import in_float32
 from lightning_spmd.stages.capture.optimizer.loss_scaling import LossScaling
@@ -79,7 +83,36 @@ def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None)
         program = Program((), 0, (), None, frozenset(), Live())
     if program is None:
         raise CaptureError("the step was not followed")
-    return FollowedTrace(request, program).run(on_births)
+    try:
+        return _with_open_numbers(request, FollowedTrace(request, program), on_births)
+    except CaptureError:
+        # torch may have no form of a call, or of its gradient, for recorded numbers
+        numbers = program.live.numbers.keys()
+        depths = {note.depth for note in program.notes if note.writes or any(note.trained)}
+        of_gradients = frozenset(key for key in numbers if key[0] in depths)
+        for plain in dict.fromkeys(filter(None, (of_gradients, frozenset(numbers)))):
+            with contextlib.suppress(CaptureError):
+                return _with_open_numbers(request, FollowedTrace(request, program, plain), on_births)
+        raise
+
+
+def _with_open_numbers(request: CaptureRequest, trace: FollowedTrace, on_births: OnBirths | None) -> CapturedStep:
+    """The graph of a trace, for other numbers as well where it has any as constants."""
+    was_born = trace.record(on_births)
+    made = trace.made
+    asked = [] if was_born else taken_as_plain(made)
+    if asked:
+        keys = {node: key for key, node in trace.number_nodes.items()}
+        with contextlib.suppress(Apart, CaptureError):
+            others = list[FollowedTrace]()
+            for sample in samples_of([made.numbers[root] for root in asked]):
+                numbers = dict(zip([keys[root] for root in asked], sample, strict=True))
+                others.append(trace.with_numbers(numbers))
+                others[-1].record(None)
+                if not trace.has_constants_of(others[-1]):
+                    raise Apart("a tensor is made of a number")
+            trace.recorder.decisions[:] = open_numbers(made, [other.made for other in others])
+    return trace.packed()
 
 
 class FollowedTrace:
@@ -88,15 +121,24 @@ class FollowedTrace:
     Args:
         request: what is captured.
         program: its noted calls.
+        plain_numbers: what calls get as plain numbers of Python's, by depth and place.
 
     Attributes:
         swaps: the optimizers that work on fake tensors in this trace, by number.
         own: what goes to all ranks of a batch that is a rank's own.
+        number_nodes: what gives numbers of calls in the graph, by depth and place.
     """
 
-    def __init__(self, request: CaptureRequest, program: Program) -> None:
+    def __init__(
+        self,
+        request: CaptureRequest,
+        program: Program,
+        plain_numbers: Collection[tuple[int, Place]] = (),
+    ) -> None:
         self.request = request
         self.program = program
+        self.number_nodes: dict[tuple[int, Place], fx.Node] = {}
+        self._plain_numbers = plain_numbers
         self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
@@ -139,8 +181,8 @@ class FollowedTrace:
         self._named: dict[str, Callable[[], Tensor]] = {}
         self._readers: dict[int, Callable[[], Tensor]] = {}  # of constants that each step hands over
 
-    def run(self, on_births: OnBirths | None) -> CapturedStep:
-        """Capture it; ``on_births`` as in :func:`capture_followed`."""
+    def record(self, on_births: OnBirths | None) -> bool:
+        """Record it; ``on_births`` as in :func:`capture_followed`. Returns whether state was made."""
         request = self.request
         with contextlib.closing(self._values.engine), self.recording():
             automatic = None if self.by_hand is not None else request.update.optimizer
@@ -150,8 +192,30 @@ class FollowedTrace:
                 self.iteration(self.trained_parameters(automatic), automatic)
             self.collect_state()
         if on_births is not None and all(swap.is_torchs_own for swap in self.swaps.values()):
-            self._bear(on_births)
-        return self._packed()
+            return self._bear(on_births)
+        return False
+
+    @property
+    def made(self) -> Made:
+        """What was recorded."""
+        numbers = {node: self.program.live.numbers[key] for key, node in self.number_nodes.items()}
+        return Made(self.recorder.graph, self.recorder.decisions, numbers)
+
+    def with_numbers(self, numbers: Mapping[tuple[int, Place], Any]) -> FollowedTrace:
+        """A trace of the same step with other numbers.
+
+        Args:
+            numbers: these, by depth and place.
+        """
+        live = dataclasses.replace(self.program.live, numbers={**self.program.live.numbers, **numbers})
+        program = dataclasses.replace(self.program, live=live)
+        return FollowedTrace(self.request, program, self._plain_numbers)
+
+    def has_constants_of(self, other: FollowedTrace) -> bool:
+        """Whether the tensors that torch made while both were recorded are the same."""
+        mine, its = self.recorder.constants, other.recorder.constants
+        made = [i for i in range(len(mine)) if i not in self._readers]
+        return len(mine) == len(its) and all(same_tensor(mine[i], its[i]) for i in made)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -182,12 +246,12 @@ class FollowedTrace:
             with explained(self.recorder, lambda: name_of_part(self.recorder, optimizer)), none_swallowed():
                 yield
 
-    def _bear(self, on_births: OnBirths) -> None:
-        """Make inputs of the state that the step creates, if it depends on no value."""
+    def _bear(self, on_births: OnBirths) -> bool:
+        """Make inputs of the state that the step creates, if it depends on no value. Returns whether there are any."""
         constants = constants_among(self.inputs.entries, self._constants())
         births = newborn_state(self.recorder.graph, self.outputs.of(OutputRole.OPTIMIZER_STATE), constants)
         if not births:
-            return
+            return False
         on_births(make_state(births, constants))
         self.outputs.drop(OutputRole.OPTIMIZER_STATE)
         for (owner, key), node in births.items():
@@ -197,6 +261,7 @@ class FollowedTrace:
         state = {e.key: n for n, e in self.inputs.entries.items() if e.role is InputRole.OPTIMIZER_STATE}
         for swap in self.swaps.values():
             swap.arrange(state)
+        return True
 
     def _make_batch(self) -> None:
         batch, changed = self.request.batch, dict[int, bool]()
@@ -287,12 +352,17 @@ class FollowedTrace:
         for (depth, place), value in live.numbers.items():
             if depth != note.depth:
                 continue
-            if (depth, place) in self._handed:
-                found[place] = self._handed[depth, place]
-                continue
-            name = f"{note.name} {depth} {'.'.join(map(str, place))}"
-            self._host_values[name] = functools.partial(_number, live, (depth, place))
-            found[place] = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+            number = self._handed.get((depth, place))
+            if number is None:
+                name = f"{note.name} {depth} {'.'.join(map(str, place))}"
+                self._host_values[name] = functools.partial(_number, live, (depth, place))
+                number = self.inputs.scalar(value, InputRole.HOST_VALUE, (name,), name)
+            scalar = scalar_of(number)
+            if scalar is not None and scalar.node is not None:
+                self.number_nodes[depth, place] = scalar.node
+                if (depth, place) in self._plain_numbers:
+                    number = self.recorder.decide(scalar)
+            found[place] = number
         return found
 
     def _hand_over(self, note: Note) -> None:
@@ -577,7 +647,8 @@ class FollowedTrace:
                 raise CaptureError(f"a step changes {name}, which Python may read before a graph has run")
             self.outputs.add(value, role, key, name)
 
-    def _packed(self) -> CapturedStep:
+    def packed(self) -> CapturedStep:
+        """The graph of what was recorded."""
         recorder, graph = self.recorder, self.recorder.graph
         decisions = decision_program(graph, recorder.decisions)
         stretches = itertools.pairwise((0, *self._decided))

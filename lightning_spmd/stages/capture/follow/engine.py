@@ -265,6 +265,10 @@ class Saving(EngineCall):
         self.function = function
         self.keeps_shapes = keeps_shapes(function)
 
+    def without_place(self, _: int, *args: Any, **kwargs: Any) -> Any:
+        """The call alone, of the same arguments."""
+        return self.function(*args, **kwargs)
+
     def _call(self, values: Any, place: int, *args: Any, **kwargs: Any) -> Any:
         saved: list[Tensor] = []
         arrived = values.engine.arrived

@@ -19,7 +19,7 @@ from lightning_spmd.ir.node_info import TensorSpec
 from lightning_spmd.ir.sizes import Dimension, Formula, Size
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.counts import CountsWanted, FormsOnFakes, Told
-from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall, is_ours
+from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall, Saving, is_ours
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
@@ -470,7 +470,9 @@ class Recorder:
         step = self._step
         if keeps_shapes(note.func) or note.func is sized:
             return note.func is not sized
-        recording = Recording(step)
+        recording, func = Recording(step), note.func
+        if is_saving := isinstance(func, Saving):
+            func = func.without_place
 
         def fake(value: Any) -> Any:
             source = step.sources.get(id(value)) if isinstance(value, Tensor) else None
@@ -483,7 +485,7 @@ class Recorder:
         def made_of(given: Any) -> tuple[list[Tensor], list[Any]]:
             recording.below.seen = []
             with recording.active(), torch.no_grad():
-                made = new_tensors(note.func(*given[0], **given[1]), given)
+                made = new_tensors(func(*given[0], **given[1]), given)
             return made, [func for func, *_ in recording.below.seen]
 
         try:
@@ -497,7 +499,8 @@ class Recorder:
                 is_other = bool(known) and made_of(with_numbers(given, known))[1] != operators
         except Exception:  # then the call itself will say so
             return False
-        return not is_other and [TensorSpec.of(t) for t in made] == note.specs_at(step.counts)
+        specs = note.specs_at(step.counts)[: len(made) if is_saving else None]  # without what autograd saves
+        return not is_other and [TensorSpec.of(t) for t in made] == specs
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether a batch of other sizes fits the calls so far, and one that could not be recorded.

@@ -1,4 +1,5 @@
 """Python numbers that are inputs of a graph.
 
-``host_scalar``  numbers with arithmetic that is recorded; ``decisions``: branches on them, as a guard
+``host_scalar``  numbers with arithmetic that is recorded; ``decisions``: branches on them, as a guard; ``opened``: those that
+torch took as plain ones
 """
