@@ -92,6 +92,14 @@ class New(FromOutside):
         return (self.wide(x).mean() * own * x.new_tensor(data=scale, dtype=None)).square().mean()
 
 
+class NewOfStep(FromOutside):
+    """Of numbers of which some are tensors of the step, which reads them; the others are others each time."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        loss, drawn = self.wide(x).mean(), self.number.random()
+        return (loss * x.new_tensor([x[0, 0], drawn]) + torch.tensor([drawn, loss.detach()])).square().mean()
+
+
 class Lengths(FromOutside):
     """Of the rows, as the step draws them."""
 
@@ -257,6 +265,7 @@ ALL: dict[type[FromOutside], tuple[int, int]] = {
     Words: (3, 8),
     Listed: (3, 9),
     New: (4, 9),
+    NewOfStep: (2, 4),
     Lengths: (2, 4),
     Targets: (2, 6),
     Two: (4, 10),

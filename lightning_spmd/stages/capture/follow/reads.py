@@ -104,7 +104,8 @@ class Reads:
         """The notes of this read, the likeliest first."""
         step = self._step
         for note in reversed(step.here.children):
-            if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, step) == {}:
+            # with other numbers, too: they are no graph's, since the call is made on what that gives
+            if note.func == func and note.reads and numbers_that_differ(note, args, kwargs, step) is not None:
                 yield note
 
     def _read_note(self, func: Any, args: Any, kwargs: Any) -> Note:

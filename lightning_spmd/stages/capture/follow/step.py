@@ -970,7 +970,7 @@ class Step(StepState, TorchFunctionMode):
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Tensors made of Python's data are the user's own; made of a placeholder they are a call."""
-        if func is Tensor.new_tensor and not tensors_in((args[1:], kwargs)):
+        if func is Tensor.new_tensor and not isinstance(args[1] if len(args) > 1 else kwargs.get("data"), Tensor):
             given = {name: value for name, value in kwargs.items() if value is not None}
             return self._data(torch.tensor, args[1:], {"dtype": args[0].dtype, "device": args[0].device, **given})
         if args and isinstance(args[0], Tensor):

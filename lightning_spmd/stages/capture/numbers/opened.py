@@ -35,8 +35,8 @@ from lightning_spmd.stages.capture.numbers.host_scalar import Number
 _SMALL = 4
 """Below, C++ may decide at whole numbers, halves and quarters; beyond there are stretches from 4 to 8, 8 to 16, ..."""
 _LARGE = 2**53
-_PARTS = ((0.01, 0.1), (0.9, 0.99), (0.3, 0.7))
-"""Where in its stretch each sample of a number lies."""
+_PARTS = ((0.0005, 0.005), (0.995, 0.9995), (0.3, 0.7))
+"""Where in its stretch each sample of a number lies: what C++ decides elsewhere shows between the first two."""
 _COMPUTED_WITH = {"FloatType", "NumberType", "TensorType"}
 """Kinds of arguments of operators that decide no shapes; a number may stand for a tensor."""
 _LARGEST_BELOW = 4096
