@@ -182,6 +182,7 @@ from lightning_spmd._private_api.torch_names import (
     give_groups,
     has_dtensor_strategy,
     have_kinds_in_common,
+    is_immutable,
     is_in,
     leave_order_of_shards_alone,
     leave_pool,

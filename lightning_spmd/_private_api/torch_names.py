@@ -372,6 +372,11 @@ def mark_stepped(optimizer: Any) -> None:
     optimizer._opt_called = True
 
 
+def is_immutable(tensor: Tensor) -> bool:
+    """Whether it has no memory, since autograd knows it to be zeros. Without: graphs write there, which raises."""
+    return tensor._is_zerotensor()
+
+
 def storage_of(tensor: Tensor) -> int:
     """Identity of the tensor's storage, or its part's; fake tensors have no data pointer to compare."""
     local = local_tensor(tensor)

@@ -90,6 +90,8 @@ def writes_alike(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], re
     first = args[0]
     if not isinstance(first, Tensor) or not isinstance(result, Tensor) or result.dtype.is_complex:
         return False
+    if private.is_immutable(first):  # a gradient that is known to be 0
+        return False
     if (first.shape, first.dtype, first.stride()) != (result.shape, result.dtype, result.stride()):
         return False
     if result.dtype.itemsize == 2 and result.dtype.is_floating_point:  # and what these values show may be zeros

@@ -142,6 +142,11 @@ def _expanded(graph: fx.Graph, x: list[fx.Node]) -> Any:
     return graph.call_function(aten.neg.default, (graph.call_function(aten.expand.default, (total, [4, 6])),))
 
 
+def _zeros_without_memory(graph: fx.Graph, x: list[fx.Node]) -> Any:
+    zeros = graph.call_function(aten._efficientzerotensor.default, ([4, 6],))
+    return graph.call_function(aten.add.Tensor, (zeros, graph.call_function(aten.neg.default, (x[0],))))
+
+
 @pytest.mark.parametrize(
     ("program", "found"),
     [
@@ -163,6 +168,7 @@ def _expanded(graph: fx.Graph, x: list[fx.Node]) -> Any:
         (_of_another_order, []),
         (_of_a_part, []),
         (_expanded, []),
+        (_zeros_without_memory, [aten.add_.Tensor]),
     ],
 )
 def test_who_writes_into_an_operand(program: Any, found: list[Any]) -> None:

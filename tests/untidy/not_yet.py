@@ -14,7 +14,6 @@ PARTLY_EAGER = frozenset(
         "SeveralReads",
         "Added",
         "NewParameter",
-        "SmoothingScheduled",
         "Tied",
         "Bags",
         "MetricWeighs",

@@ -31,6 +31,7 @@ from lightning_spmd.ir.steps import CapturedStep, OutputRef
 from lightning_spmd.ir.unify import Apart
 from lightning_spmd.stages.capture.batch.own_batch import OwnBatch
 from lightning_spmd.stages.capture.follow.engine import Engine, is_of_loss
+from lightning_spmd.stages.capture.follow.matching import decides_as_torch
 from lightning_spmd.stages.capture.follow.notes import Given, Note, Outside, Place, gradient_in_parts, sized, tensors_in
 from lightning_spmd.stages.capture.follow.placeholders import place_of_gone, without_history
 from lightning_spmd.stages.capture.follow.program import Live, Log, Program, Want
@@ -39,9 +40,9 @@ from lightning_spmd.stages.capture.follow.told import put_number
 from lightning_spmd.stages.capture.follow.values import Values
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 from lightning_spmd.stages.capture.followed_by_hand import InGraph, mark_updates
-from lightning_spmd.stages.capture.numbers.decisions import decision_program
+from lightning_spmd.stages.capture.numbers.decisions import Decision, decision_program
 from lightning_spmd.stages.capture.numbers.host_scalar import HostScalar, scalar_of
-from lightning_spmd.stages.capture.numbers.opened import Made, open_numbers, samples_of, taken_as_plain
+from lightning_spmd.stages.capture.numbers.opened import Made, Untold, open_numbers, samples_of, taken_as_plain
 from lightning_spmd.stages.capture.optimizer.accumulation import accumulated
 from lightning_spmd.stages.capture.optimizer.bf16_updates import in_float32
 from lightning_spmd.stages.capture.optimizer.loss_scaling import LossScaling
@@ -65,6 +66,9 @@ from lightning_spmd.stages.capture.rewrites.simplify import simplify_strided_gra
 from lightning_spmd.stages.capture.rewrites.weight_casts import share_weight_casts
 from lightning_spmd.stages.capture.sizes.data_sizes import DataSizes
 from lightning_spmd.stages.capture.user_code import located_at
+
+_MOST_SAMPLES = 8
+"""Of other numbers with which a step is recorded."""
 
 
 def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None) -> CapturedStep:
@@ -99,20 +103,43 @@ def capture_followed(request: CaptureRequest, on_births: OnBirths | None = None)
 def _with_open_numbers(request: CaptureRequest, trace: FollowedTrace, on_births: OnBirths | None) -> CapturedStep:
     """The graph of a trace, for other numbers as well where it has any as constants."""
     was_born = trace.record(on_births)
-    made = trace.made
-    asked = [] if was_born else taken_as_plain(made)
-    if asked:
-        keys = {node: key for key, node in trace.number_nodes.items()}
-        with contextlib.suppress(Apart, CaptureError):
-            others = list[FollowedTrace]()
-            for sample in samples_of([made.numbers[root] for root in asked]):
-                numbers = dict(zip([keys[root] for root in asked], sample, strict=True))
-                others.append(trace.with_numbers(numbers))
-                others[-1].record(None)
-                if not trace.has_constants_of(others[-1]):
-                    raise Apart("a tensor is made of a number")
-            trace.recorder.decisions[:] = open_numbers(made, [other.made for other in others])
+    if not was_born and (asked := trace.taken_as_plain()):
+        try:
+            trace.recorder.decisions[:] = _opened(trace, asked)
+        except (Apart, CaptureError) as error:
+            if trace.plain_numbers:  # a graph for each number, each of them captured in several ways
+                raise CaptureError(str(error)) from None
     return trace.packed()
+
+
+def _opened(trace: FollowedTrace, asked: Sequence[tuple[int, Place]]) -> list[Decision]:
+    """The decisions of a trace, whose graph gets formulas of numbers that it has as constants.
+
+    Args:
+        trace: of the step.
+        asked: the numbers, by depth and place.
+
+    Raises:
+        Apart: there are none.
+        CaptureError: the step cannot be recorded with other numbers.
+    """
+    others, numbers = list[Made](), trace.program.live.numbers
+    samples = samples_of([numbers[key] for key in asked])
+    for sample in samples:
+        other = trace.with_numbers(dict(zip(asked, sample, strict=True)))
+        other.record(None)
+        if not trace.has_constants_of(other):
+            raise Apart("a tensor is made of a number")
+        others.append(other.made)
+        if len(others) == len(samples):
+            try:
+                return open_numbers(trace.made, others)
+            except Untold as error:
+                if len(samples) == _MOST_SAMPLES:
+                    raise Apart(str(error)) from None
+                at = [trace.number_nodes[key] for key in asked].index(error.root)
+                samples.append((*sample[:at], error.value, *sample[at + 1 :]))
+    raise RuntimeError("unreachable: there are samples")
 
 
 class FollowedTrace:
@@ -126,6 +153,7 @@ class FollowedTrace:
     Attributes:
         swaps: the optimizers that work on fake tensors in this trace, by number.
         own: what goes to all ranks of a batch that is a rank's own.
+        plain_numbers: as above.
         number_nodes: what gives numbers of calls in the graph, by depth and place.
     """
 
@@ -138,7 +166,7 @@ class FollowedTrace:
         self.request = request
         self.program = program
         self.number_nodes: dict[tuple[int, Place], fx.Node] = {}
-        self._plain_numbers = plain_numbers
+        self.plain_numbers = plain_numbers
         self.fake_mode = private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = Recorder(self.fake_mode, split=request.rows is not None)
         self.inputs = InputTable(self.recorder, self.fake_mode)
@@ -201,6 +229,12 @@ class FollowedTrace:
         numbers = {node: self.program.live.numbers[key] for key, node in self.number_nodes.items()}
         return Made(self.recorder.graph, self.recorder.decisions, numbers)
 
+    def taken_as_plain(self) -> list[tuple[int, Place]]:
+        """The numbers that the graph has as constants, and of which torch does the same with others."""
+        found = set(taken_as_plain(self.made))
+        functions = {note.depth: note.func for note in self.program.notes}
+        return [k for k, node in self.number_nodes.items() if node in found and decides_as_torch(functions[k[0]])]
+
     def with_numbers(self, numbers: Mapping[tuple[int, Place], Any]) -> FollowedTrace:
         """A trace of the same step with other numbers.
 
@@ -209,7 +243,7 @@ class FollowedTrace:
         """
         live = dataclasses.replace(self.program.live, numbers={**self.program.live.numbers, **numbers})
         program = dataclasses.replace(self.program, live=live)
-        return FollowedTrace(self.request, program, self._plain_numbers)
+        return FollowedTrace(self.request, program, self.plain_numbers)
 
     def has_constants_of(self, other: FollowedTrace) -> bool:
         """Whether the tensors that torch made while both were recorded are the same."""
@@ -360,7 +394,7 @@ class FollowedTrace:
             scalar = scalar_of(number)
             if scalar is not None and scalar.node is not None:
                 self.number_nodes[depth, place] = scalar.node
-                if (depth, place) in self._plain_numbers:
+                if (depth, place) in self.plain_numbers:
                     number = self.recorder.decide(scalar)
             found[place] = number
         return found

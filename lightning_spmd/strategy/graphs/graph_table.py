@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,8 @@ class GraphTable:
         self._trainer = trainer
         self._gradients = gradients
         self._indices: dict[tuple[Any, ...], list[int]] = {}
+        self._gone = Counter[tuple[Any, ...]]()
+        """How many graphs were forgotten where others of the same key were kept, of other numbers."""
         self._told_about_memory = False
 
     @property
@@ -145,7 +148,9 @@ class GraphTable:
         for key, indices in list(self._indices.items()):
             if index in indices:
                 indices.remove(index)
-                if not indices:
+                if indices:
+                    self._gone[key] += 1
+                else:
                     del self._indices[key]
         if not self._told_about_memory:
             self._told_about_memory = True
@@ -156,8 +161,7 @@ class GraphTable:
 
     def surplus(self, found: Found) -> str | None:
         """Why no further graph should be built for such a step; None if one may be."""
-        indices = self._indices.get(found.key, [])
-        if len(indices) >= MAX_GRAPHS_PER_SHAPE:
+        if len(self._indices.get(found.key, [])) + self._gone[found.key] >= MAX_GRAPHS_PER_SHAPE:
             return (
                 f"{MAX_GRAPHS_PER_SHAPE} graphs were built for one batch shape and none fits ({found.reason}); make "
                 "that value a tensor, or stop reading it in training_step"

@@ -236,6 +236,66 @@ class Powers(Exponents):
     numbers = 1.7, 1.4, 1.6, 0.0, 1.1, 1.0, 2.0, 3.7, 0.0, 5.5
 
 
+class TwoExponents(Drawing):
+    """Whole ones that are often equal, and another one that differs from one of them by a constant."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        one, other = self.number.choice([(6, 6), (4, 7), (7, 5), (5, 6)])
+        hidden = self.wide(x).sigmoid() + 0.5
+        return (hidden**one).mean() + (hidden**other * x).mean() + (hidden**-one).mean()
+
+
+class Rounded(Drawing):
+    """The gradient of a gradient of a power: C++ subtracts 1 twice, which is not to subtract 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        x = x.double().requires_grad_()
+        power = (self.wide(x).sigmoid() * 1e-6) ** self.number.uniform(0.001, 0.2)
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(power.sum(), x, create_graph=True)
+        return gradient.square().sum() * 30
+
+
+class Tiny(Drawing):
+    """Torch divides by it in single precision, in which it is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.wide(x.double())
+        return F.celu(hidden, (0.4, 0.3, 0.2, 1e-46, 0.6)[self.global_step % 5]).mean() + hidden.square().mean()
+
+
+@torch.library.custom_op("plain_numbers::steep", mutates_args=())
+def _steep(x: Tensor, number: float) -> Tensor:
+    return x * (1.0 if number < 0.6 else -1.0) if number != 0.35 else x + 2
+
+
+@_steep.register_fake
+def _(x: Tensor, number: float) -> Tensor:
+    return x * (1.0 if number < 0.6 else -1.0)
+
+
+_library = torch.library.Library("plain_numbers", "FRAGMENT")
+_library.define("between(Tensor x, float number) -> Tensor")
+_library.impl("between", lambda x, number: x * (1.0 if number < 0.996 else -1.0), "CompositeImplicitAutograd")
+
+
+class OfOthers(Drawing):
+    """Operators that decide on a number wherever they like."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        number = (0.7, 0.4, 0.35, 0.2, 0.999, 0.9955)[self.global_step % 6]
+        hidden = torch.ops.plain_numbers.between(self.wide(x), number)
+        return (hidden * torch.ops.plain_numbers.steep(x, number)).mean() + hidden.mean()
+
+
 class Sizes(Drawing):
     """A number that says how many there are."""
 
@@ -260,7 +320,10 @@ class Whole(Drawing):
         return self.wide(x).reshape(1, 1, 1, 1, 1, 1, *x.shape).cumsum(self.number.randint(4, 7)).square().mean()
 
 
-@pytest.mark.parametrize("make", [Ends, Exponents, Powers, Sizes, Kept, Whole])
+@pytest.mark.parametrize("make", [
+        Ends, Exponents, Powers, TwoExponents, Rounded, Tiny, OfOthers, Sizes, Kept, Whole,
+    ],
+)  # fmt: skip
 def test_what_is_treated_otherwise(make: type[Drawing]) -> None:
     ours = train(make, "spmd", range(12, 13))
     assert_bitwise(ours, train(make, "auto", range(12, 13)))
@@ -273,13 +336,27 @@ def test_two_ranks(make: type[Drawing], two_ranks: RankPool) -> None:
     assert_equals_one_device(ours, run(make, "auto", data=_as_two_ranks_have_them, max_epochs=3))
 
 
+class Scaled(Drawing):
+    """By factors of which torch makes sizes, and which it has no form for as recorded numbers."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        factor = self.number.uniform(1.05, 1.95)
+        return F.interpolate(self.wide(x)[None], scale_factor=factor, recompute_scale_factor=True).square().mean()
+
+
+def test_no_graph_for_each_number() -> None:
+    ours = train(Scaled, "spmd", range(12, 13))
+    assert ours.captures <= 9
+    assert_bitwise(ours, train(Scaled, "auto", range(12, 13)))
+
+
 @pytest.mark.parametrize("number", [0.3, -0.3, 1.7, -3.9, 4.1, 4, 5, -7, 1e9, 1e-9, 8.0, -(2**40)])
 def test_samples_are_of_the_same_stretch(number: float) -> None:
     samples = samples_of([number, number])
     assert is_open(number)
     assert {stretch_of(n) for sample in samples for n in sample} == {stretch_of(number)}
     assert all(type(n) is type(number) for sample in samples for n in sample)
-    assert len({n for n, _ in samples}) == 3
+    assert len({n for n, _ in samples}) >= 2
 
 
 @pytest.mark.parametrize("number", [0.0, 0.25, -0.5, 1.0, 3.75, 3, 0, -1, float("inf"), float("nan"), 2**60])

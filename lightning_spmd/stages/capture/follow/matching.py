@@ -27,12 +27,30 @@ from lightning_spmd.stages.capture.follow.notes import (
     in_step,
     sized,
 )
+from lightning_spmd.stages.capture.numbers.opened import stretch_of
 
 _ARITHMETIC = frozenset(
     f"{prefix}{name}{suffix}"
     for name in ("add", "sub", "mul", "div", "truediv", "pow", "lerp", "clamp", "lt", "le", "gt", "ge", "eq", "ne")
     for prefix, suffix in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
 )
+
+
+_TORCHS = frozenset({"", "torch", "torch._tensor", "torch.functional", "torch.nn.functional", "torch._ops.aten"})
+"""Modules of functions that are known to depend on nothing but what they are given; methods of tensors have none."""
+_IN_C = "torch._C."
+
+
+def is_torchs(func: Any) -> bool:
+    """Whether a function is known to depend on nothing but what it is given; operators of others run any Python."""
+    module = str(getattr(func, "__module__", None) or "")
+    return module in _TORCHS or module.startswith(_IN_C)
+
+
+def decides_as_torch(func: Any) -> bool:
+    """Whether a function, or one that we call with more around it, decides on numbers as torch's do."""
+    func = getattr(func, "function", func)
+    return is_torchs(func) or str(getattr(func, "__module__", None)).startswith("lightning_spmd.")
 
 
 def keeps_shapes(func: Any) -> bool:
@@ -134,6 +152,7 @@ class _Compiler:
         self.names: dict[str, Any] = {"same": same_constant, "MISSED": MISSED, "refs": sys.getrefcount}
         self.tensors: list[str] = []
         self.met: dict[int, str] = {}
+        self.free: dict[Place, str] = {}
         self._note, self._sources, self._path, self._given = note, sources, path, given
         self._bound: dict[int, str] = {}
         self._formulas = formulas_in(note)
@@ -201,7 +220,9 @@ class _Compiler:
             for key in ("start", "stop", "step"):
                 yield from self.checks(getattr(value, key), f"{there}.{key}", (*place, key))
         elif place in note.free:
-            yield f"type({there}) is {kind.__name__}" if keeps_shapes(note.func) else "False"
+            may_be_alike = keeps_shapes(note.func) or (kind is float and decides_as_torch(note.func))
+            yield f"type({there}) is {kind.__name__}" if may_be_alike else "False"
+            self.free[place] = there
         elif place in note.told:
             yield f"type({there}) is int and {there} >= 0"
         elif place in self._formulas:
@@ -286,6 +307,10 @@ def compiled(
         terms += ["kwargs", *code.checks(kwargs, "kwargs", (1,))]
     else:
         terms.append("not kwargs")
+    if code.free and not keeps_shapes(note.func):
+        code.names.update(alike=note.alike, stretch=stretch_of)
+        stretches = "".join(f"stretch({code.free[place]}), " for place in sorted(code.free, key=repr))
+        terms.append(f"alike.get((({stretches}), tuple(step.counts)))")
     terms += code.switches()
     if note.pins or note.conditions:
         told = "".join(f"{there}, " for there in code.told)

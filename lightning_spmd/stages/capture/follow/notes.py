@@ -186,6 +186,8 @@ class Note:
         plain: places of numbers that decide whether masks are the same; another number is another call.
         told: places of numbers that are counts of the path, which Python tells by this call, and which ones.
         decides: a graph in which numbers of its own are inputs has decided on them.
+        alike: whether all numbers between two quarters give results of the noted sizes by the same operators, by
+            place, and for which counts.
         varies: it is a call in whose place others came, with other numbers in such places.
         asking: whether results that calls write into or train require gradients behind this call.
         kin: a hash of what it computes; None where nobody has asked.
@@ -238,6 +240,7 @@ class Note:
     plain: set[Place] = field(default_factory=set[Place])
     told: dict[Place, int] = field(default_factory=dict[Place, int])
     decides: bool = False
+    alike: dict[Any, bool] = field(default_factory=dict[Any, bool])
     varies: bool = False
     asking: dict[Made, bool] = field(default_factory=dict["Made", bool])
     kin: int | None = None

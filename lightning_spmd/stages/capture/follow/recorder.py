@@ -20,7 +20,7 @@ from lightning_spmd.ir.sizes import Dimension, Formula, Size
 from lightning_spmd.stages.capture.follow import placeholders
 from lightning_spmd.stages.capture.follow.counts import CountsWanted, FormsOnFakes, Told
 from lightning_spmd.stages.capture.follow.engine import Engine, EngineCall, Saving, is_ours
-from lightning_spmd.stages.capture.follow.matching import keeps_shapes
+from lightning_spmd.stages.capture.follow.matching import decides_as_torch, keeps_shapes
 from lightning_spmd.stages.capture.follow.notes import (
     Given,
     Made,
@@ -41,12 +41,15 @@ from lightning_spmd.stages.capture.follow.refused_dtypes import check_dtypes
 from lightning_spmd.stages.capture.follow.same_calls import same_before
 from lightning_spmd.stages.capture.follow.step_state import CannotBeFollowed, StepState
 from lightning_spmd.stages.capture.follow.values import Values, new_tensors, structure_of
+from lightning_spmd.stages.capture.numbers.opened import is_open, samples_of, stretches_of
 from lightning_spmd.stages.capture.record.fake_calls import FakeCalls, flat
 from lightning_spmd.stages.capture.record.inputs import twin_of
 from lightning_spmd.stages.capture.record.known_values import KnownValues
 from lightning_spmd.stages.capture.user_code import user_location
 
 _DEVICE = torch.ops.prim.device.default
+_MOST_ALIKE = 256
+"""Of so many stretches and counts a call remembers that all numbers are alike there."""
 CHECK = torch.ops.aten._linalg_check_errors.default  # noqa: SLF001 - an operator's public name
 """Raises an error if a decomposition found that a matrix has none."""
 
@@ -470,7 +473,13 @@ class Recorder:
         step = self._step
         if keeps_shapes(note.func) or note.func is sized:
             return note.func is not sized
-        recording, func = Recording(step), note.func
+        # of floats between two quarters all are like one, if those near the ends are
+        free = {place: leaf_at((args, kwargs), place) for place in sorted(note.free | numbers.keys(), key=repr)}
+        are_open = decides_as_torch(func := note.func) and all(type(n) is float and is_open(n) for n in free.values())
+        stretch = stretches_of(*free.values()), tuple(step.counts)
+        if are_open and note.alike.get(stretch):
+            return True
+        recording = Recording(step)
         if is_saving := isinstance(func, Saving):
             func = func.without_place
 
@@ -482,25 +491,34 @@ class Recorder:
                     return torch.empty_strided(seen.shape, seen.stride, dtype=seen.dtype, device=seen.device)
             return recording.values.of(source) if source is not None else value
 
-        def made_of(given: Any) -> tuple[list[Tensor], list[Any]]:
+        def made_with(numbers: dict[Place, Any]) -> tuple[list[TensorSpec], list[Any]]:
+            args, kwargs = with_numbers(given, numbers)
             recording.below.seen = []
             with recording.active(), torch.no_grad():
-                made = new_tensors(func(*given[0], **given[1]), given)
+                made = [TensorSpec.of(tensor) for tensor in new_tensors(func(*args, **kwargs), given)]
             return made, [func for func, *_ in recording.below.seen]
 
         try:
             with step.beside():
                 given = mapped(fake, (args, kwargs))
-                made, operators = made_of(given)
+                made, operators = made_with({})
                 # a norm's order, for one, chooses the kernel
                 known = {
                     p: in_step(leaf_at((note.args, note.kwargs), p)) for p, n in numbers.items() if type(n) is float
                 }
-                is_other = bool(known) and made_of(with_numbers(given, known))[1] != operators
+                is_other = bool(known) and made_with(known)[1] != operators
+                specs = note.specs_at(step.counts)[: len(made) if is_saving else None]  # without what autograd saves
+                is_it = not is_other and made == specs
+                if are_open and is_it and stretch not in note.alike:
+                    samples = [dict(zip(free, its, strict=True)) for its in samples_of(list(free.values()))]
+                    if len(note.alike) == _MOST_ALIKE:
+                        note.alike.clear()
+                    note.alike[stretch] = False
+                    with contextlib.suppress(Exception):
+                        note.alike[stretch] = all(made_with(its) == (made, operators) for its in samples)
         except Exception:  # then the call itself will say so
             return False
-        specs = note.specs_at(step.counts)[: len(made) if is_saving else None]  # without what autograd saves
-        return not is_other and [TensorSpec.of(t) for t in made] == specs
+        return is_it
 
     def fits(self, given: Sequence[Tensor]) -> bool:
         """Whether a batch of other sizes fits the calls so far, and one that could not be recorded.

@@ -13,15 +13,12 @@ import torch
 
 from lightning_spmd.ir.sizes import Size
 from lightning_spmd.stages.capture.follow.engine import EngineCall
-from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
+from lightning_spmd.stages.capture.follow.matching import is_torchs, keeps_shapes, same_constant
 from lightning_spmd.stages.capture.follow.notes import SOURCES, Made, Note, Place, Source, leaves_by_place, sources_in
 from lightning_spmd.stages.capture.follow.sizes import is_like
 from lightning_spmd.stages.capture.follow.worlds import CallByHand
 
 _MASKS = (torch.bool, torch.uint8)
-_TORCHS = frozenset({"", "torch", "torch._tensor", "torch.functional", "torch.nn.functional", "torch._ops.aten"})
-"""Modules of functions that are known to depend on nothing but what they are given; methods of tensors have none."""
-_IN_C = "torch._C."
 
 
 def same_before(
@@ -155,10 +152,8 @@ class _Search:
 
 def is_repeatable(note: Note) -> bool:
     """Whether a call's result depends on its arguments alone, in all steps on the path."""
-    module = str(getattr(note.func, "__module__", None) or "")
-    is_torchs = module in _TORCHS or module.startswith(_IN_C)
-    is_call = not isinstance(note.func, (EngineCall, CallByHand))
-    return is_torchs and is_call and not (note.reads or note.draws or note.writes or note.free or note.varies)
+    is_call = is_torchs(note.func) and not isinstance(note.func, (EngineCall, CallByHand))
+    return is_call and not (note.reads or note.draws or note.writes or note.free or note.varies)
 
 
 def _may_follow_from_sizes(leaf: Any, note: Note) -> bool:

@@ -19,6 +19,8 @@ import math
 import operator
 import random
 import struct
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from operator import itemgetter
@@ -40,6 +42,22 @@ _PARTS = ((0.0005, 0.005), (0.995, 0.9995), (0.3, 0.7))
 _COMPUTED_WITH = {"FloatType", "NumberType", "TensorType"}
 """Kinds of arguments of operators that decide no shapes; a number may stand for a tensor."""
 _LARGEST_BELOW = 4096
+_WIDTH, _FAR = 1e-6, 1e300
+_TRIES = 300
+"""Numbers with which formulas are told apart."""
+
+
+class Untold(Exception):
+    """Formulas of a number give the same in all graphs, and not everywhere.
+
+    Args:
+        root: the number.
+        value: of it, for which they give others.
+    """
+
+    def __init__(self, root: fx.Node, value: Number) -> None:
+        super().__init__(f"formulas of {root} cannot be told apart")
+        self.root, self.value = root, value
 
 
 class Made(NamedTuple):
@@ -78,7 +96,10 @@ def is_open(number: Number) -> bool:
 
 
 def samples_of(numbers: Sequence[Number]) -> list[tuple[Number, ...]]:
-    """Other numbers of the same stretches, in the same order within each of them.
+    """Other numbers of the same stretches.
+
+    Those that are not whole are in the same order within each stretch, since calls may ask for that. Of whole ones
+    there are too few: one is large where another one is small.
 
     Args:
         numbers: which all are open.
@@ -86,16 +107,28 @@ def samples_of(numbers: Sequence[Number]) -> list[tuple[Number, ...]]:
     found = list[tuple[Number, ...]]()
     for row, (low, high) in enumerate(_PARTS):
         draws, chosen = random.Random(row), list(numbers)
-        alike: dict[Number, list[int]] = {}
+        alike = defaultdict[Number, list[int]](list)
         for i, number in enumerate(numbers):
-            alike.setdefault(stretch_of(number), []).append(i)
+            if type(number) is float:
+                alike[stretch_of(number)].append(i)
+            else:
+                least, most = (math.trunc(n) for n in _ends(number))
+                ends = (least, most - 1) if number > 0 else (least + 1, most)
+                chosen[i] = (*ends, draws.randint(*ends))[(row + i) % len(_PARTS)]
         for group in alike.values():
-            least, most = _ends(numbers[group[0]])
-            drawn = sorted(least + (most - least) * draws.uniform(low, high) for _ in group)
+            drawn = sorted(_drawn(numbers[group[0]], draws, low, high) for _ in group)
             for i, number in zip(sorted(group, key=numbers.__getitem__), drawn, strict=True):
-                chosen[i] = number if type(numbers[i]) is float else math.trunc(number)
+                chosen[i] = number
         found.append(tuple(chosen))
     return found
+
+
+def _drawn(number: Number, draws: random.Random, low: float = 0, high: float = 1) -> Number:
+    """Another number of the same stretch, within a part of it."""
+    least, most = _ends(number)
+    # a root has all bits that floats of its size can have; ``uniform`` leaves out the last ones of small numbers
+    drawn = least + (most - least) * math.sqrt(draws.uniform(low * low, high * high))
+    return drawn if type(number) is float else math.trunc(drawn)
 
 
 def _ends(number: Number) -> tuple[float, float]:
@@ -138,6 +171,7 @@ def open_numbers(made: Made, others: Sequence[Made]) -> list[Decision]:
 
     Raises:
         Apart: the graphs have no common form; nothing was changed.
+        Untold: with another number it would be known which one they have; likewise.
     """
     return _Opening([made, *others]).decisions()
 
@@ -152,6 +186,9 @@ class _Opening:
             raise Apart("other operators are chosen for other numbers")
         self._index = {node: i for nodes in rows for i, node in enumerate(nodes)}
         self._plain = self._numbers_taken(made)
+        bases = itertools.product(self._plain.items(), _BASES)
+        known = [_Known(node, base, [_after(number, base) for number in column]) for (node, column), base in bases]
+        self._known = sorted(((_direction(one.column), i, one) for i, one in enumerate(known)), key=itemgetter(0))
         changes = [self._arguments(nodes) for nodes in zip(*rows, strict=True)]
         self._written: dict[Any, fx.Node] = {}
         for node, found in zip(rows[0], changes, strict=True):
@@ -208,10 +245,32 @@ class _Opening:
         return found[-1]
 
     def _formula(self, values: Sequence[Number]) -> _Formula:
-        for node, column in self._plain.items():
-            if (steps := next(_steps_to(values, column), None)) is not None:
-                return _Formula(node, steps)
-        raise Apart(f"no formula of a number gives {', '.join(map(str, values))}")
+        inverse = [quotient(1, value) for value in values]
+        near = {i: one for column in (values, inverse) for i, one in self._near(_direction(column))}
+        found = [
+            _Formula(known.node, (*known.steps, *last))
+            for _, known in sorted(near.items(), key=itemgetter(0))
+            for last in _last_steps(values[0], known.column[0])
+            if all(_is_same(_after(number, last), value) for number, value in zip(known.column, values, strict=True))
+        ]
+        numbers = self._made.numbers
+        if len({tuple(roots_of(formula.of, numbers) or ()) for formula in found}) != 1:
+            raise Apart(f"no formula, or no only one, of a number gives {', '.join(map(str, values))}")
+        first, *others = (formula for formula in found if formula.of is found[0].of)
+        draws, root = random.Random(0), numbers.get(first.of)
+        for value in () if root is None else (_drawn(root, draws) for _ in range(_TRIES)):
+            if any(not _is_same(_after(value, its.steps), _after(value, first.steps)) for its in others):
+                raise Untold(first.of, value)
+        return first
+
+    def _near(self, direction: float) -> Iterator[tuple[int, _Known]]:
+        """What may be as another number but for a factor, and what is added, in order."""
+        width = _WIDTH * max(1, abs(direction))
+        begin = bisect_left(self._known, direction - width, key=itemgetter(0))
+        for its, i, known in self._known[begin:]:
+            if its > direction + width:
+                break
+            yield i, known
 
     def _with_formulas(self, value: Any, before: fx.Node) -> Any:
         if isinstance(value, _Formula):
@@ -254,6 +313,13 @@ def in_single_precision(number: Number) -> float:
     return struct.unpack("f", struct.pack("f", number))[0]
 
 
+def quotient(one: Number, other: Number) -> float:
+    """One number by another one, as C divides: what was rounded to 0 before is no error."""
+    if other:
+        return one / other
+    return math.copysign(math.inf, one) * math.copysign(1, other) if one else math.nan
+
+
 class _Step(NamedTuple):
     """A function of one number.
 
@@ -274,6 +340,20 @@ class _Step(NamedTuple):
         return (self.other, number) if self.is_left else (number, self.other)
 
 
+class _Known(NamedTuple):
+    """What some steps make of a number in each graph.
+
+    Args:
+        node: that gives it.
+        steps: they.
+        column: what they make.
+    """
+
+    node: fx.Node
+    steps: tuple[_Step, ...]
+    column: Sequence[Number]
+
+
 class _Formula(NamedTuple):
     """A number that follows from another one.
 
@@ -287,51 +367,51 @@ class _Formula(NamedTuple):
 
 
 _REST = _Step(operator.sub, 1, is_left=True)
-_INVERSE = _Step(operator.truediv, 1, is_left=True)
-_SINGLE = _Step(in_single_precision)
+_INVERSE = _Step(quotient, 1, is_left=True)
+_SINGLE, _LESS = _Step(in_single_precision), _Step(operator.sub, 1)
 _ROOT, _LOGARITHM, _SQUARE = _Step(math.sqrt), _Step(math.log), _Step(operator.pow, 2)
 _BASES = (
-    (), (_REST,), (_INVERSE,), (_REST, _INVERSE), (_SQUARE,), (_ROOT,), (_LOGARITHM,), (_SINGLE,), (_SINGLE, _INVERSE),
+    (), (_REST,), (_LESS,), (_INVERSE,), (_REST, _INVERSE), (_SQUARE,), (_ROOT,), (_LOGARITHM,), (_SINGLE,),
+    (_SINGLE, _INVERSE),
 )  # fmt: skip
 """What is computed of a number first: of a rate what is kept, and what that is divided by."""
 
 
-def _steps_to(values: Sequence[Number], column: Sequence[Number]) -> Iterator[tuple[_Step, ...]]:
-    """The formulas that give some numbers of others, each at its place; simple ones first."""
-    for base in _BASES:
-        known = _computed(column, base)
-        if known is None:
-            continue
-        for last in ((), *((step,) for step in _last_steps(values[0], known[0]))):
-            found = _computed(known, last)
-            if found is not None and all(type(a) is type(b) and a == b for a, b in zip(found, values, strict=True)):
-                yield (*base, *last)
+def _direction(column: Sequence[Number]) -> float:
+    """The same of numbers that differ by a factor and what is added."""
+    first, second, third, *_ = column
+    direction = quotient(second - first, third - first)
+    return direction if math.isfinite(direction) else _FAR
 
 
-def _computed(column: Sequence[Number], steps: Sequence[_Step]) -> Sequence[Number] | None:
+def _after(number: Number, steps: Sequence[_Step]) -> Number:
+    """What some steps make of a number; NaN if they make nothing of it."""
     with contextlib.suppress(ArithmeticError, ValueError, struct.error):
         for step in steps:
-            column = [step.function(*step.operands(number)) for number in column]
-        return column
-    return None
+            number = step.function(*step.operands(number))
+        return number
+    return math.nan
 
 
-def _last_steps(value: Number, known: Number) -> Iterator[_Step]:
-    """Functions of one number that may give another one: with a number that both of them give, whole ones first."""
-    yield _Step(operator.neg)
-    yield _Step(float)
+def _is_same(number: Number, other: Number) -> bool:
+    return type(number) is type(other) and (number == other or (number != number and other != other))
+
+
+def _last_steps(value: Number, known: Number) -> Iterator[tuple[_Step, ...]]:
+    """What may make a number of another one: nothing, or one step with a third one, whole ones first."""
+    yield from ((), (_Step(operator.neg),), (_Step(float),))
     found = list[tuple[bool, _Step]]()
     ways = (
         (operator.add, False, lambda: value - known), (operator.sub, True, lambda: value + known),
-        (operator.mul, False, lambda: value / known), (operator.truediv, False, lambda: known / value),
-        (operator.truediv, True, lambda: value * known),
+        (operator.mul, False, lambda: value / known), (quotient, False, lambda: known / value),
+        (quotient, True, lambda: value * known),
     )  # fmt: skip
     for function, is_left, other in ways:
         with contextlib.suppress(ArithmeticError, ValueError):
             number = Fraction(other()).limit_denominator(_LARGEST_BELOW)
             is_whole = number.denominator == 1
             found.append((not is_whole, _Step(function, number.numerator if is_whole else float(number), is_left)))
-    yield from (step for _, step in sorted(found, key=itemgetter(0)))
+    yield from ((step,) for _, step in sorted(found, key=itemgetter(0)))
 
 
 def _columns(parts: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
