@@ -65,6 +65,11 @@ class Result:
         return max((int(found[1]) for text in told if (found := _EAGER_STEPS.search(text))), default=0)
 
     @property
+    def mode(self) -> str:
+        """The strategy's, which may have been ready for graphs of a rank's own batches that none came to."""
+        return "eager" if self.eager_steps == STEPS else self.ranks[0].mode
+
+    @property
     def error(self) -> str:
         """What ended one of the runs."""
         return next((run.error for run in (self.eager, self.alone, *self.ranks) if run.error), "")

@@ -77,11 +77,11 @@ def write_lines(lines: Mapping[str, Line], file: Path = MEASURED) -> None:
 def line(result: Result) -> Line:
     """What is kept of a result."""
     row, first = result.row, result.ranks[0]
-    compiled = first.mode in GRAPHS
+    compiled = result.mode in GRAPHS
     one = "bitwise" if result.is_bitwise else "**differs**"
     two = "" if row.draws else f"{result.difference:.0e}" if compiled else "as DDP"
     numbers = (str(len(first.moved)), str(first.captures), f"{first.seconds:.1f}") if compiled else ("", "", "")
-    return Line(row.name, row.kind[0].upper() + row.kind[1:], first.mode, one, two, *numbers, _note(result))
+    return Line(row.name, row.kind[0].upper() + row.kind[1:], result.mode, one, two, *numbers, _note(result))
 
 
 def page(lines: Sequence[Line]) -> str:
@@ -143,7 +143,7 @@ def _span(numbers: Sequence[int]) -> str:
 def _note(result: Result) -> str:
     row = result.row
     parts = [row.note, f"gathers embeddings: {row.couples}" if row.couples else "", row.draws]
-    if result.ranks[0].mode not in GRAPHS:
+    if result.mode not in GRAPHS:
         parts += [row.eager, result.reason]
     if result.faults():
         parts.append(f"**{'; '.join(result.faults())}**")
