@@ -16,7 +16,8 @@ TOLERANCE = 1e-5
 """Relative difference of the loss from one device, in any step."""
 GRAPHS = ("compiled", "split")
 """Modes whose steps are graphs."""
-_REASON = re.compile(r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*)")
+# without the line in this folder
+_REASON = re.compile(r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*?)(?: \(/[^)]*\))?$")
 
 
 _EAGER_STEPS = re.compile(r"(\d+) steps? eager")
