@@ -16,10 +16,10 @@ TOLERANCE = 1e-5
 """Relative difference of the loss from one device, in any step."""
 GRAPHS = ("compiled", "split")
 """Modes whose steps are graphs."""
-# without the line in this folder
-_REASON = re.compile(r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*?)(?: \(/[^)]*\))?$")
-
-
+_REASON = re.compile(
+    r"strategy='spmd' (?:runs this training eagerly|trains eagerly from here on)(?: \([^)]*\))?: (.*?)(?: \(/[^)]*\))?$"
+)
+"""Without the line, which is in a folder of this machine."""
 _EAGER_STEPS = re.compile(r"(\d+) steps? eager")
 
 
