@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_spmd.stages.capture.numbers.opened import is_open, samples_of, stretch_of
+from lightning_spmd.ir.node_info import NodeInfo, Section
+from lightning_spmd.ir.unify import Apart
+from lightning_spmd.stages.capture.numbers.opened import Made, is_open, open_numbers, samples_of, stretch_of
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
 from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
@@ -300,8 +303,8 @@ class Sizes(Drawing):
     """A number that says how many there are."""
 
     def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-        positions = torch.arange(0, 3, self.number.uniform(0.6, 1.4))
-        return (self.wide(x).mean() * positions).square().mean()
+        positions = torch.arange(0, 3, self.number.uniform(0.5, 0.98))
+        return (self.wide(x).mean() * positions).square().sum() / len(positions) ** 2
 
 
 class Kept(Drawing):
@@ -369,3 +372,28 @@ def test_samples_keep_their_order() -> None:
         assert low < high
         assert low < equal
         assert 4 <= other < 8
+
+
+def _made(factor: float, one: float, other: float) -> Made:
+    """What was recorded of a product with a number of C++'s, where two numbers of Python's were taken as plain ones."""
+    graph = fx.Graph()
+    x, *numbers = (graph.placeholder(name) for name in ("x", "one", "other"))
+    for node, value in zip(numbers, (one, other), strict=True):
+        node.meta["val"] = value
+    graph.call_function(torch.ops.aten.mul.Tensor, (x, factor)).meta["info"] = NodeInfo(Section.FORWARD)
+    decisions: list[Any] = [(node, node.meta["val"], "") for node in numbers]
+    return Made(graph, decisions, {node: node.meta["val"] for node in numbers})
+
+
+def test_a_constant_is_a_formula_of_one_number() -> None:
+    made = [_made(1 - one, one, other) for one, other in ((0.3, 0.3), (0.1, 0.7), (0.9, 0.2), (0.6, 0.8))]
+    decisions = open_numbers(made[0], made[1:])
+    factor: Any = next(node.args[1] for node in made[0].graph.nodes if node.target is torch.ops.aten.mul.Tensor)
+    assert (factor.target, factor.args[0], factor.args[1].name) == (operator.sub, 1, "one")
+    assert [value for _, value, _ in decisions] == [(1 / 3,), (1 / 3,)]
+
+
+def test_a_constant_of_one_of_two_numbers_is_none() -> None:
+    made = [_made(1 - number, number, number) for number in (0.3, 0.1, 0.9, 0.6)]
+    with pytest.raises(Apart, match="no formula, or no only one, of a number gives 0.7"):
+        open_numbers(made[0], made[1:])
