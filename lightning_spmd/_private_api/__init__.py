@@ -45,6 +45,7 @@ from lightning_spmd._private_api.co_execution import (
     generators,
     graph_task,
     has_no_memory,
+    history_of,
     host_random_state,
     host_seed,
     in_transforms,

@@ -118,9 +118,20 @@ def exchange(one: Tensor, other: Tensor) -> None:
     _SWAP(one, other)
 
 
+def history_of(tensor: Tensor) -> Any:
+    """``grad_fn``; None where torch will not tell: of a view that was made without gradients of what was written since.
+
+    Writing into rows of a parameter under ``no_grad`` makes such views.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def is_tied(tensor: Tensor) -> bool:
     """Whether autograd ties a tensor to others, which live as long as it does: by its history, or as a view of one."""
-    return tensor.grad_fn is not None or tensor._is_view()
+    return tensor._is_view() or tensor.grad_fn is not None
 
 
 def no_view(tensor: Tensor) -> Tensor:
@@ -137,10 +148,7 @@ def _is_tensor(value: Any) -> bool:
 
 def saved_for(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """What autograd still keeps for the backward passes of tensors, as its nodes show it (``node._saved_self``)."""
-    seen, nodes = set[Any](), list[Any]()
-    for tensor in tensors:
-        with contextlib.suppress(RuntimeError):  # a view that was made without gradients, of what was written since
-            nodes.append(tensor.grad_fn)
+    seen, nodes = set[Any](), list(map(history_of, tensors))
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -395,7 +403,7 @@ def nodes_since(tensors: Sequence[Tensor], number: int) -> list[Any]:
     Without it nobody sees what an operator of somebody's own has left there: Python, or numbers in C++.
     """
     found = dict[Any, None]()
-    waiting: list[Any] = [t.grad_fn for t in tensors]
+    waiting: list[Any] = list(map(history_of, tensors))
     while waiting:
         node = waiting.pop()
         if node is None or hasattr(node, "variable"):  # what adds gradients up has no number

@@ -1,4 +1,4 @@
-"""A tensor in Python's state that another one replaces."""
+"""Tensors that other ones replace, and weights that a step writes into."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategy.small import Quiet, assert_as_eager
+from lightning_spmd import SPMDStrategy
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import Result, assert_equals_one_device
+from tests.strategy.small import ROWS, Quiet, assert_as_eager, loader_of, rows, run
 
 
 class Replaces(Quiet):
@@ -51,3 +54,34 @@ class UnderTwoNames(Replaces):
 @pytest.mark.parametrize("make", [Replaces, AsksForGradients, UnderTwoNames])
 def test_it_is_the_one_that_is_there_in_a_step(make: type[Quiet]) -> None:
     assert_as_eager(make, max_epochs=1)
+
+
+class WritesIntoRows(Quiet):
+    """A row of a weight stays at zero, as one of padding, and others are set by the first batch (ActNorm's way).
+
+    Of a view that was made without gradients, and written, torch does not tell the history.
+    """
+
+    def loss(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            self.first.weight[0].zero_()
+            self.first.weight.t()[1].mul_(0.5)
+            if self.global_step == 0:
+                self.last.bias.view(-1).copy_(batch[0].mean(0)[: len(self.last.bias)])
+                kept = self.last.bias[0]
+                assert kept.add_(1.0) is kept
+        return super().loss(batch) + kept.detach() * 0 if self.global_step == 0 else super().loss(batch)
+
+
+def test_rows_of_weights_are_written_without_gradients() -> None:
+    assert_as_eager(WritesIntoRows)
+
+
+def _on_ranks(make: type[Quiet], data_parallel: Any) -> Result:
+    return run(make, SPMDStrategy(data_parallel=data_parallel), 2)
+
+
+def test_they_are_on_ranks(two_ranks: RankPool) -> None:
+    ours = two_ranks.run(_on_ranks, WritesIntoRows, "zero2")
+    assert all(result.mode == "compiled" for result in ours), ours[0].warnings
+    assert_equals_one_device(ours, run(WritesIntoRows, "auto", data=lambda: loader_of(rows(), ROWS)))

@@ -258,7 +258,7 @@ class Batch:
 
 def is_trained(tensor: Tensor) -> bool:
     """Whether a tensor of the batch is a parameter or has a history in autograd: a hook has put it there."""
-    return tensor.grad_fn is not None or isinstance(tensor, nn.Parameter)
+    return private.history_of(tensor) is not None or isinstance(tensor, nn.Parameter)
 
 
 def _digest(tensor: Tensor) -> str:

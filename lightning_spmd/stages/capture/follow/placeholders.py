@@ -132,7 +132,8 @@ _PLACE = "lightning_spmd: made by a step that is over, at"
 
 def place_of_gone(tensor: Tensor) -> str | None:
     """``file:line`` of the call that made a tensor whose history has ended with its step; None of others."""
-    return None if tensor.grad_fn is None else place_at_end(tensor.grad_fn)
+    node = private.history_of(tensor)
+    return None if node is None else place_at_end(node)
 
 
 def place_at_end(node: Any) -> str | None:

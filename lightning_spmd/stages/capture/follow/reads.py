@@ -74,7 +74,8 @@ class Reads:
             step.eagerly(reason)
         source = step.sources.get(id(args[0])) if args else None
         fake = self._recorder.fake_of(source) if type(source) is Made and func in _TEXTS else None
-        history = None if fake is None or fake.grad_fn is None else type(fake.grad_fn).__name__
+        node = None if fake is None else private.history_of(fake)
+        history = None if node is None else type(node).__name__
         given_args, given_kwargs, told = args, kwargs, None
         try:
             step.take(self._read_note(func, args, kwargs), args, kwargs)

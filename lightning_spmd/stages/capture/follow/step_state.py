@@ -284,7 +284,7 @@ class StepState:
             return True
         if kind.type is not _class_of(tensor) or kind.trained is not tensor.requires_grad:
             return False
-        if tensor.grad_fn is not None and kind.type is not placeholders.WithoutHistory:
+        if private.history_of(tensor) is not None and kind.type is not placeholders.WithoutHistory:
             return False
         if note.func is sized:
             if kind != kind._replace(spec=TensorSpec.of(tensor)).of_any_size() or not _is_plain(tensor):
@@ -327,7 +327,7 @@ class StepState:
             raise CannotBeFollowed(class_in_words(type(tensor)))
         if self._is_of_batch(tensor):
             raise CannotBeFollowed("a tensor from outside that shares memory with the batch")
-        if tensor.grad_fn is not None and placeholders.place_of_gone(tensor) is None:
+        if private.history_of(tensor) is not None and placeholders.place_of_gone(tensor) is None:
             raise CannotBeFollowed("a tensor with a history in autograd that is none of this step's")
         if self.by_hand is not None:
             self.by_hand.refuse_state(tensor)
