@@ -87,6 +87,7 @@ def samples_within(
     others: Collection[int] = (),
     alike: Collection[Sequence[int]] = (),
     before: Sequence[tuple[int, ...]] = (),
+    among: Collection[int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Such sets of counts that fulfill conditions, changed one by one, at random, until they do.
 
@@ -102,6 +103,7 @@ def samples_within(
         others: sizes that are no counts.
         alike: groups of counts of which equal ones are one number of a graph most likely.
         before: sets to begin with, if not those of the seed.
+        among: the counts that are changed, if not all.
 
     Raises:
         Apart: there are hardly any.
@@ -142,7 +144,7 @@ def samples_within(
             alike_so_far = []
         for i, its in taken:
             its.update(one[i] for one in found)
-        counts, lacks = _changed(likely, pins, ties, draws, conditions, unmet, missed, _DRAWS)
+        counts, lacks = _changed(likely, pins, ties, draws, conditions, unmet, missed, _DRAWS, among)
         if lacks[0]:
             raise Apart(_HARDLY_ANY)
         found.append(tuple(counts))
@@ -164,6 +166,7 @@ def _changed(
     unmet: Callable[[Sequence[int]], list[bool]],
     missed: Callable[[Sequence[int]], tuple[int, int]],
     tries: int,
+    among: Collection[int] | None = None,
 ) -> tuple[list[int], tuple[int, int]]:
     """Counts with what they miss, where one after the other was changed for as long as that left no more missing.
 
@@ -176,8 +179,10 @@ def _changed(
         unmet: which these are.
         missed: how much is not as it must be, and how much not as it should be.
         tries: to have all that must be.
+        among: the counts that are changed, if not all.
     """
-    counts, free = with_ties(likely, pins, ties), [i for i in range(len(likely)) if i not in pins and i not in ties]
+    counts, those = with_ties(likely, pins, ties), range(len(likely)) if among is None else among
+    free = [i for i in those if i not in pins and i not in ties]
     names = [formula.names().intersection(free) for formula in conditions]
     lacks, about, patience = missed(counts), list[int](), 0
     is_new = True

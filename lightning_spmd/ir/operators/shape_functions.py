@@ -24,7 +24,8 @@ as the input does, or as its gradient.
 ``batch_norm_stats`` and its kind, which ``torch.nn.SyncBatchNorm`` is made of, have kernels for GPUs and nothing else;
 ``batch_norm_update_stats`` has kernels alone.
 
-``upsample_bilinear2d`` and its kind take plain integers alone in torch's functions.
+``upsample_bilinear2d`` and its kind are computed, operator by operator, in torch's functions: up to 65 ms a call where
+sizes vary, and with sizes that are symbols decisions that no kernel makes.
 
 ``index_put`` takes values of any shape in torch's function; its kernels those that broadcast to what is indexed.
 """
@@ -160,6 +161,21 @@ def ctc_losses(
     return scores.new_empty(rows), scores.new_empty(table)
 
 
+def resampled(op: Any, x: Tensor, size: Sequence[int] | None, *others: Any, **more: Any) -> Tensor:
+    """A batch of signals, images or volumes of another size, in its memory format.
+
+    Raises:
+        RuntimeError: there is nothing of one of them.
+    """
+    layout = private.suggested_memory_format(x)
+    lies_otherwise = x.device.type != "cpu" and layout is not torch.contiguous_format
+    if size is None or lies_otherwise:
+        return op(x, size, *others, **more)
+    if any(n <= 0 for n in (*x.shape[1:], *size)):
+        raise RuntimeError(f"{op} resamples a tensor of shape {list(x.shape)} to {list(size)}; no size may be 0")
+    return torch.empty((*x.shape[:2], *size), dtype=x.dtype, device=x.device, memory_format=layout)
+
+
 def put(op: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor, *others: Any, **more: Any) -> Any:
     """What ``index_put`` and its kind give. How many places a mask chooses is unknown, so it takes any values.
 
@@ -259,3 +275,5 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     }.items()
     if hasattr(aten, name)
 }
+for _name in ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"):
+    _SHAPES |= dict.fromkeys((getattr(aten, _name).default, getattr(aten, _name).vec), resampled)

@@ -599,8 +599,10 @@ class Following:
             step.gathered, step.owns = self._references.whole_of, lambda part: id(part) in owned
         step.must_be_graph = must_be_graphs(context) and not self._evaluates
         may_wait = not (step.must_be_graph or self._has_own_batch)
-        are_many = self._ways_taken() >= (
-            self._most_new_paths if self._follower.recorded <= MANY_CALLS else NEW_LONG_PATHS
+        are_many = (
+            self._ways_taken() >= self._most_new_paths
+            if self._follower.recorded <= MANY_CALLS
+            else len(self._taken) >= NEW_LONG_PATHS
         )
         step.knows_many_paths = may_wait and not self._evaluates and are_many
         wants: dict[Want, int] = {}

@@ -66,7 +66,13 @@ from lightning_spmd.stages.capture.follow.notes import (
 from lightning_spmd.stages.capture.follow.recorder import first_line
 from lightning_spmd.stages.capture.follow.sizes import Companions, candidates
 from lightning_spmd.stages.capture.follow.step_state import StepState
-from lightning_spmd.stages.capture.follow.told import does_for_all, does_for_one, told_from_now_on, waits_for_reads
+from lightning_spmd.stages.capture.follow.told import (
+    does_for_all,
+    does_for_one,
+    in_vain,
+    told_from_now_on,
+    waits_for_reads,
+)
 from lightning_spmd.stages.capture.follow.trial_runs import LIKE, OTHER_SIZES, Likeness, OnSymbols, Run, at_counts
 from lightning_spmd.stages.capture.follow.whole_slices import SliceNumbers
 
@@ -79,12 +85,22 @@ _FAR = 512
 """Up to where sizes of batches are tried so; of long ones up to eight times as far. Beyond there is another path."""
 _SEEDS = 24
 """Sets of samples that are tried until formulas can be told apart."""
+_NEARBY = 5
+"""So many tries begin with the samples before. All but the last change only the counts that are to be others."""
 _GOOD = 4
 """Of so many that tell them apart the one is taken in which the fewest rests are alike."""
 _MOST_DECIDED = 4
 """Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
+_MOST_PINNED = 4
+"""Numbers that Python tells for which alone there may be a path: one for more of them is hardly ever taken again."""
+_MOST_MADE, _FOR_EACH = 40, 4
+"""What a search may take for each call of a path, and for each of its counts, before the path is one for these alone:
+in calls that are recorded."""
 _MOST_AVOIDED = 16
 """Counts that samples do without for one call."""
+
+
+_TOO_MANY_TRIES = "its numbers depend on those of rows or elements in too many ways"
 
 
 class _Again(Exception):
@@ -128,10 +144,9 @@ def companions_of(step: StepState, first_new: int) -> Companions:
         step: the step.
         first_new: the depth of its first call that no step made before.
     """
-    if step.tree is None:
-        return Companions((), step.notes[first_new - 1] if first_new else None)
-    others = step.follower.others(step.tree.sizes.places)
-    return Companions(others, step.notes[first_new - 1] if first_new else step.root)
+    others = () if step.tree is None else step.follower.others(step.tree.sizes.places)
+    before = step.notes[first_new - 1] if first_new else step.root
+    return Companions(others, before, all_calls=step.tree is not None)
 
 
 class CountFormulas:
@@ -223,8 +238,10 @@ class CountFormulas:
         """
         step, new = self._step, self._new
         begin, last = new, None
+        most = step.follower.recorded + len(step.notes) * (_MOST_MADE + _FOR_EACH * len(step.counts))
         for note in step.notes[new:]:
-            note.pins = {}
+            vainly = note.told.values() if in_vain(step, note.func, note.source) else ()
+            note.pins = {i: step.counts[i] for i in vainly}
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
         while begin <= len(step.notes):
@@ -236,6 +253,8 @@ class CountFormulas:
                 if last is not None:
                     last.keep(last.at)
                     begin = max(begin, last.at)
+                if step.follower.recorded > most:
+                    begin = self._pin(step.notes[begin - 1], set(range(len(step.counts))), _TOO_MANY_TRIES)
             except Apart as error:  # since the last pass has learned more of a call
                 last, failed = None, last
                 begin = self._apart(begin, failed, str(error))
@@ -289,6 +308,9 @@ class CountFormulas:
             told_from_now_on(step, note)
         groups = [{i, *formula.names()} for i, formula in self.all_ties().items()]
         counts = counts.union(*(group for group in groups if group & counts)) - pins_of(step.notes).keys()
+        told = set(told_in(step.notes))
+        if len(told.intersection(counts.union(pins_of(step.notes)))) > _MOST_PINNED:
+            counts |= told - pins_of(step.notes).keys()
         if not counts:
             for later in step.notes[depth:]:
                 later.apart = reason
@@ -342,8 +364,7 @@ class CountFormulas:
         """
         path, known = (self._step.notes, len(self._step.counts), {}), (self.conditions, self.formulas, self.all_ties())
         try:
-            usual = itertools.chain(*(self.usual or {}).values())
-            self._samples = samples_of_path(*path, *known, usual, self._samples)
+            self._samples = samples_of_path(*path, *known, self.usual or {}, self._samples)
         except Apart:
             if not self.usual:
                 raise
@@ -359,8 +380,8 @@ def samples_of_path(
     more: Mapping[int, Sequence[Condition]] = types.MappingProxyType({}),
     more_formulas: Mapping[Formula, int] = types.MappingProxyType({}),
     ties: Ties | None = None,
-    usual: Iterable[Condition] = (),
-    before: Iterable[tuple[int, ...]] = (),
+    usual: Mapping[int, Sequence[Condition]] = types.MappingProxyType({}),
+    before: Sequence[tuple[int, ...]] = (),
 ) -> list[tuple[int, ...]]:
     """Counts for which a path is what it is.
 
@@ -371,27 +392,36 @@ def samples_of_path(
         more: further conditions, by depth.
         more_formulas: that are to be told apart as well, with their depths.
         ties: counts that follow from others, if not those of the path alone.
-        usual: conditions on samples alone.
-        before: counts for which it was nearly the same path.
+        usual: conditions on samples alone, by depth.
+        before: counts for which it was nearly the same path; those that are known before it was not are kept.
 
     Raises:
         Apart: there are hardly any.
     """
     told = [(note.depth, condition.formula) for note in notes for condition in note.conditions]
     told += [(depth, condition.formula) for depth, conditions in more.items() for condition in conditions]
-    on_samples = [condition.formula for condition in (*itertools.chain(*(note.usual for note in notes)), *usual)]
+    asked = [(note.depth, condition.formula) for note in notes for condition in note.usual]
+    asked += [(depth, condition.formula) for depth, conditions in usual.items() for condition in conditions]
     all_ties = tuple((ties_of(notes) if ties is None else ties).items())
     fixed = tuple({**pins, **pins_of(notes)}.items())
     formulas = tuple(dict.fromkeys(formulas_of(notes)))
     more_told = tuple([(depth, formula) for formula, depth in more_formulas.items()])
+    unmet = [depth for depth, condition in (*told, *asked) if not all(condition.at(counts) for counts in before)]
+    its = sorted((*formulas, *more_told), key=itemgetter(0)) if before else []
+    values = {tuple([formula.at(counts) for counts in before[:GRAPHS]]): depth for depth, formula in reversed(its)}
+    unmet += [depth for depth, formula in its if values[tuple([formula.at(c) for c in before[:GRAPHS]])] < depth]
+    known_at = [(note.depth, i) for note in notes for i in (*note.counts, *note.told.values())]
+    met_last = max((*unmet, *(depth for depth, _ in (*told, *asked))), default=0)
+    to_change = tuple([i for depth, i in known_at if unmet and min(unmet) <= depth <= met_last])
     sizes = frozenset(size for note in notes for spec in note.specs for size in spec.shape)
-    conditions = tuple(dict.fromkeys(told)), tuple(dict.fromkeys(on_samples))
+    conditions = tuple(dict.fromkeys(told)), tuple(dict.fromkeys(formula for _, formula in asked))
     alike = defaultdict[Any, list[int]](list)
     for note in notes:
         for place, i in note.told.items():
             alike[note.func, place].append(i)
     groups = tuple(map(tuple, alike.values()))
-    return list(_samples(number, fixed, *conditions, formulas, more_told, all_ties, sizes, groups, tuple(before)))
+    known = (formulas, more_told, all_ties, sizes, groups)
+    return list(_samples(number, fixed, *conditions, *known, tuple(before), to_change))
 
 
 @functools.lru_cache(maxsize=256)  # each try for a path asks, and each of its graphs
@@ -406,6 +436,7 @@ def _samples(
     sizes: frozenset[int],
     alike: tuple[tuple[int, ...], ...],
     before: tuple[tuple[int, ...], ...],
+    to_change: tuple[int, ...],
 ) -> list[tuple[int, ...]]:
     pins, ties = dict(fixed), dict(all_ties)
     told = tuple([(depth, condition) for depth, condition in told if condition.names() - pins.keys()])
@@ -413,9 +444,11 @@ def _samples(
     conditions += [condition for condition in usual if condition.names() - pins.keys()]
     its = [formula for _, formula in formulas]
     good = list[tuple[int, list[tuple[int, ...]]]]()
-    for seed in range(-1 if before else 0, _SEEDS):
+    first = -_NEARBY if before else 0
+    for seed in range(first, _SEEDS):
+        known = (before, to_change if seed < -1 else None) if seed < 0 else ()
         try:
-            found = samples_within(number, pins, conditions, ties, seed, sizes, alike, before if seed < 0 else ())
+            found = samples_within(number, pins, conditions, ties, seed, sizes, alike, *known)
         except Apart:
             if not seed:
                 raise
@@ -478,8 +511,9 @@ class _Pass:
         known = [condition for _, condition in every.asked(begin)]
         self._bound = max(_FAR, 8 * max(step.counts[: step.opened], default=0))
         # what C++ decides shows in Python's implementations as little as where nothing runs on symbols
-        more = [*self._extremes(samples[0], pins, ties, known), *mixed(number, _MORE, pins, ties, known)]
-        more = more if every.opaque or every.by_python else []
+        more = list[list[int]]()
+        if every.opaque or every.by_python:
+            more = [*self._extremes(samples[0], pins, ties, known), *mixed(number, _MORE, pins, ties, known)]
         self._untold = set[int]()  # what torch decided there is not looked at: hardly any counts are decided alike
         for depth, dropped in every.dropped.items():
             alike = mixed(number, _MORE // 4, pins, ties, [*known, *(condition.formula for condition in dropped)])
@@ -1079,6 +1113,8 @@ class _Pass:
         known = self._every.known_before(note)
         pool = {**{f"s{i}": None for i in range(known)}, **self._pool}
         guesses = [near, {}, pool] if operands or given else [pool, {}]
+        if in_vain(self._step, note.func, note.source):  # Python draws them: what they equal, they equal by chance
+            guesses = [{}]
         found: list[dict[Place, Any]] = []
         for guess in guesses:
             choice = {**own, **self._choice(note, known, pool, guess)}

@@ -69,8 +69,8 @@ class Follower:
         self.may_transform = False
         """Whether a step has used transforms of torch.func: such steps may have to run again from their start."""
         self._left = 0
-        self.recorded = 0
-        """Calls that were recorded, of all steps."""
+        self.recorded = 0.0
+        """Calls that were recorded, of all steps, and by their share those that were made again for other counts."""
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(

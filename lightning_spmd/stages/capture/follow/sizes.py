@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_spmd.ir.sizes import Dimension, Formula, Size, Sizes
 from lightning_spmd.stages.capture.follow.matching import keeps_shapes, same_constant
-from lightning_spmd.stages.capture.follow.notes import Note, Place, leaves_by_place
+from lightning_spmd.stages.capture.follow.notes import Note, Place, leaf_at, leaves_by_place
 
 _REMEMBERED = 16
 """Sizes that are kept."""
@@ -136,22 +136,26 @@ class Companions:
 
     Args:
         others: the roots of steps with other sizes of the batch.
-        before: the last call that the path has in common with steps on other paths, behind which its own calls begin;
-            None if there are none.
+        before: the last call that is known for all counts, behind which steps on other paths are looked at; None if
+            none are.
+        all_calls: those that have made no call behind it for themselves, or have not come to their end, are none.
     """
 
-    def __init__(self, others: Iterable[Other], before: Note | None) -> None:
-        self.now, self._before = list(others), before
+    def __init__(self, others: Iterable[Other], before: Note | None, *, all_calls: bool = True) -> None:
+        self.now = [(sizes, note, dict[int, int]()) for sizes, note in others]
+        self._branches = [] if before is None else [before]
+        self._all_calls = all_calls
 
     def go_on(self, note: Note) -> None:
         """The path goes on with a call."""
-        if self._before is not None and note.depth == self._before.depth + 1:
-            self.now.append(((), self._before))
+        if self._branches and note.depth > self._branches[-1].depth:
+            self.now.append(((), self._branches[-1], {}))
+            self._branches = [] if self._all_calls else [note]
         self.now = [
-            (sizes, child)
-            for sizes, before in self.now
+            (sizes, child, told | {i: int(leaf_at((child.args, child.kwargs), at)) for at, i in note.told.items()})
+            for sizes, before, told in self.now
             for child in before.children
-            if child is not note and (sizes or child.seen) and is_like(child, note)
+            if child is not note and (sizes or child.seen or not self._all_calls) and is_like(child, note)
         ]
 
     def seen(self, known: int) -> Iterator[tuple[tuple[int, ...], Mapping[Place, Any]]]:
@@ -160,11 +164,18 @@ class Companions:
         Args:
             known: how many counts are known there.
         """
-        for sizes, note in self.now:
+        for sizes, note, told in self.now:
             leaves = list(leaves_by_place((note.args, note.kwargs)))
             for seen in note.seen or [()]:
                 if len(sizes) + len(seen) == known:
                     yield (*sizes, *seen), {place: with_sizes(leaf, seen) for place, leaf in leaves}
+            first = (*sizes, *note.seen[0]) if note.seen else sizes
+            # what this path is told as a count is a number like others on that one
+            counts = [
+                told.get(i, first[i] if i < min(told) <= len(first) else None) for i in range(known if told else 0)
+            ]
+            if counts and len(first) != known and all(count is not None for count in counts):
+                yield tuple(counts), {place: _as_noted(leaf) for place, leaf in leaves}  # type: ignore[arg-type]
 
     def only_as(self, note: Note, known: int) -> None:
         """Drop the steps that gave this call other numbers than its formulas.
@@ -178,8 +189,9 @@ class Companions:
         numbers = [(place, leaf) for place, leaf in leaves_by_place((note.args, note.kwargs)) if type(leaf) in _NUMBERS]
         mine = [(place, leaf) for place, leaf in numbers if place not in note.free]
 
-        def is_as(one: Other) -> bool:
-            alone = Companions([one], None)
+        def is_as(one: tuple[tuple[int, ...], Note, dict[int, int]]) -> bool:
+            alone = Companions((), None)
+            alone.now = [one]
             return any(all(its.get(p) == with_sizes(n, counts) for p, n in mine) for counts, its in alone.seen(known))
 
         self.now = list(filter(is_as, self.now))
@@ -190,7 +202,7 @@ class Companions:
         Args:
             opened: how many sizes vary.
         """
-        return {sizes or seen[:opened] for sizes, note in self.now for seen in note.seen or [()]} - {()}
+        return {sizes or seen[:opened] for sizes, note, _ in self.now for seen in note.seen or [()]} - {()}
 
 
 def with_sizes(leaf: Any, values: Sequence[Any]) -> Any:
@@ -198,6 +210,11 @@ def with_sizes(leaf: Any, values: Sequence[Any]) -> Any:
     if type(leaf) is Size:
         return leaf.formula.at(values)
     return torch.Size([with_sizes(n, values) for n in leaf]) if type(leaf) is torch.Size else leaf
+
+
+def _as_noted(leaf: Any) -> Any:
+    """A number of a noted call, as Python passed it."""
+    return int(leaf) if type(leaf) is Size else torch.Size(map(int, leaf)) if type(leaf) is torch.Size else leaf
 
 
 def is_like(one: Note, other: Note) -> bool:

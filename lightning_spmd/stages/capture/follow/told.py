@@ -6,7 +6,8 @@ step like sizes that data decide: Python tells them by the call, and one graph d
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,9 @@ from lightning_spmd.stages.capture.user_code import user_location
 _MOST_TOLD = 8
 """Numbers that one call tells; each is one more of the path."""
 _MOST_OF_STEP = 32
-"""Counts beside sizes of the batch behind which a step tells no more."""
+"""Counts beside sizes of the batch behind which a step tells no more: then it has told them in vain."""
+_LOOKED_AT = 4
+"""Paths of other steps in which what tells is looked for."""
 _MOST_PATHS = 2
 """A call of which so many paths did for one number alone, and none for all, does not tell them."""
 
@@ -64,7 +67,7 @@ def does_for_one(step: StepState, note: Note) -> None:
 
 
 def in_vain(step: StepState, func: Any, source: str) -> bool:
-    """Whether the paths of a call of some line did for one of the numbers alone that it told."""
+    """Whether a call of some line tells its numbers in vain, or paths of it did for one of these alone."""
     return step.follower.told_at.get((func, source), 0) >= _MOST_PATHS
 
 
@@ -101,9 +104,9 @@ def told_numbers(
         args: its arguments.
         kwargs: likewise.
     """
-    if _may_follow_from_reads(step) or len(step.counts) - step.opened >= _MOST_OF_STEP:
+    if _may_follow_from_reads(step):
         return {}
-    others = others or _in_first_path(step, func, args, kwargs)
+    others = list({id(note): note for note in (*others, *_in_known_paths(step, func, args, kwargs))}.values())
     if not step.has_counts:  # of others there may be a formula
         for note in others:
             told_from_now_on(step, note)
@@ -120,28 +123,40 @@ def told_numbers(
         found[place] = base, more.pop()
         if base == place:
             differ[place] = column
+    if found and len(step.counts) - step.opened >= _MOST_OF_STEP:
+        telling = ((note.func, note.source) for note in step.notes if note.told)
+        step.follower.told_at |= dict.fromkeys([*telling, *((note.func, note.source) for note in known)], _MOST_PATHS)
+        return {}
     return found if len(differ) <= _MOST_TOLD else {}
 
 
-def _in_first_path(step: StepState, func: Any, args: Any, kwargs: Any) -> list[Note]:
-    """The call of the first path that was the same one of its line, for a call in whose place no other one is known.
+def _in_known_paths(step: StepState, func: Any, args: Any, kwargs: Any) -> list[Note]:
+    """The calls of some known paths that were the same one of their line.
 
     Behind a number that is told for the first time all calls are new. Were those of other numbers recorded with these,
-    each step would reveal one number more.
+    each step would reveal one number more. And two windows of one length may have it by chance.
     """
     key = func, user_location() or ""
     if step.follower.told_at.get(key, _MOST_PATHS) >= _MOST_PATHS:
         return []
-    before = sum((note.func, note.source) == key for note in step.notes)
-    note, found = step.root, list[Note]()
-    while note.children:
-        note = note.children[0]
-        found += [note] if (note.func, note.source) == key else []
-    if len(found) <= before:
-        return []
-    mine, theirs = leaves_by_place((args, kwargs)), leaves_by_place((found[before].args, found[before].kwargs))
-    is_like = [(place, _is_whole(leaf)) for place, leaf in mine] == [(p, _is_whole(n)) for p, n in theirs]
-    return [found[before]] if is_like else []
+    mine = [(place, _is_whole(leaf)) for place, leaf in leaves_by_place((args, kwargs))]
+    before, found = sum((note.func, note.source) == key for note in step.notes), list[Note]()
+    for path in itertools.islice(_known_paths(step), _LOOKED_AT):
+        its = [note for note in path if (note.func, note.source) == key][before : before + 1]
+        theirs = ([(p, _is_whole(n)) for p, n in leaves_by_place((note.args, note.kwargs))] for note in its)
+        found += its if mine in theirs else []
+    return found
+
+
+def _known_paths(step: StepState) -> Iterator[list[Note]]:
+    """Some paths of other steps, the first of each that leaves this one at a call."""
+    for depth, parent in enumerate([step.root, *step.notes]):
+        mine = step.notes[depth] if depth < len(step.notes) else None
+        for child in [child for child in parent.children if child is not mine]:
+            path = [*step.notes[:depth], child]
+            while path[-1].children:
+                path.append(path[-1].children[0])
+            yield path
 
 
 def _may_tell(func: Any) -> bool:

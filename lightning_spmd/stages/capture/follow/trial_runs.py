@@ -24,6 +24,8 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
 """Indexing slices, and gives another tensor of the same memory where all slices take all."""
+_SHARE = 0.5
+"""Of what it takes to record a call, that is what it takes to make it again."""
 LIKE, OTHER_OPERATORS, OTHER_SIZES = object(), object(), object()
 """How far what a run does is alike."""
 
@@ -73,6 +75,7 @@ class Run:
     def make(self, note: Note) -> list[Tensor]:
         """Make the next call. Returns its results."""
         recording, numbers, self.at = self._recording, self._step.numbers_of(note), note.depth + 1
+        self._step.follower.recorded += _SHARE
         recording.below.seen, draws = [], recording.below.draws
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))
