@@ -275,5 +275,5 @@ _SHAPES: dict[Any, Callable[..., Any]] = {
     }.items()
     if hasattr(aten, name)
 }
-for _name in ("upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"):
-    _SHAPES |= dict.fromkeys((getattr(aten, _name).default, getattr(aten, _name).vec), resampled)
+for _op in (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d):
+    _SHAPES.update(dict.fromkeys((_op.default, _op.vec), resampled))

@@ -91,6 +91,8 @@ _GOOD = 4
 """Of so many that tell them apart the one is taken in which the fewest rests are alike."""
 _MOST_DECIDED = 4
 """Calls in which torch decides on counts as for hardly any others, before there is a path for these counts."""
+_MOST_ASKED = 6
+"""Tries to ask symbols for all that torch decides in a path: some ask for Python's implementations, or tie counts."""
 _MOST_PINNED = 4
 """Numbers that Python tells for which alone there may be a path: one for more of them is hardly ever taken again."""
 _MOST_MADE, _FOR_EACH = 40, 4
@@ -244,6 +246,7 @@ class CountFormulas:
             note.pins = {i: step.counts[i] for i in vainly}
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
+        self._ask(new)
         while begin <= len(step.notes):
             try:
                 last = _Pass(self, step, begin, new)
@@ -275,6 +278,34 @@ class CountFormulas:
             if note.told and not fixed.keys() & set(note.told.values()):
                 does_for_all(step, note)
 
+    def _ask(self, new: int) -> None:
+        """Ask symbols what torch decides in all calls, that samples may be drawn once for all of it, and not for each.
+
+        What they say rests on the likeliest numbers of each call. It is forgotten if no samples fulfill it, or from the
+        first call on of which these numbers will not do.
+
+        Args:
+            new: the depth of the first new call.
+        """
+        for _ in range(_MOST_ASKED):
+            try:
+                _Pass(self, self._step, new, new).ask()
+                self.samples()
+                return
+            except _Again:
+                continue
+            except (Apart, _Pinned):
+                break
+        self.forget(new)
+        self.by_python, self._samples, self.on_symbols = False, [], None
+
+    def forget(self, depth: int) -> None:
+        """Forget what was learned of a call and those behind it."""
+        for learned in filter(None, (self.conditions, self.usual, self.ties, self.dropped, self.opaque)):
+            for at in [at for at in learned if at >= depth]:
+                del learned[at]
+        self.formulas = {formula: at for formula, at in self.formulas.items() if at < depth}
+
     def _apart(self, begin: int, last: _Pass | None, reason: str) -> int:
         """There are no samples for what is known of a call: it is one for this step's counts. Returns where to go on.
 
@@ -288,10 +319,7 @@ class CountFormulas:
             depth = loss.depth if type(loss) is Made else depth - 1
         if last is not None:
             last.keep(depth)
-        for learned in filter(None, (self.conditions, self.usual, self.ties, self.dropped)):
-            for at in [at for at in learned if at >= depth]:
-                del learned[at]
-        self.formulas = {formula: at for formula, at in self.formulas.items() if at < depth}
+        self.forget(depth)
         note = self._step.notes[depth]
         return self._pin(note, set(range(self.known_behind(note))), reason)
 
@@ -444,11 +472,10 @@ def _samples(
     conditions += [condition for condition in usual if condition.names() - pins.keys()]
     its = [formula for _, formula in formulas]
     good = list[tuple[int, list[tuple[int, ...]]]]()
-    first = -_NEARBY if before else 0
-    for seed in range(first, _SEEDS):
-        known = (before, to_change if seed < -1 else None) if seed < 0 else ()
+    for seed in range(-_NEARBY if before else 0, _SEEDS):
+        first, among = before if seed < 0 else (), to_change if seed < -1 else None
         try:
-            found = samples_within(number, pins, conditions, ties, seed, sizes, alike, *known)
+            found = samples_within(number, pins, conditions, ties, seed, sizes, alike, first, among)
         except Apart:
             if not seed:
                 raise
@@ -622,6 +649,61 @@ class _Pass:
                 ties = self._ties_at().get(len(self._step.notes), {})
                 note.ties, note.take = {**note.ties, **ties}, None
                 note.conditions = [*note.conditions, *map(tied, ties.items()), *conditions]
+
+    def ask(self) -> None:
+        """Learn what torch decides with symbols in calls with their likeliest numbers, as far as that is known.
+
+        Raises:
+            _Again: it is to be tried again.
+            _Pinned: torch decides in many calls as for hardly any other counts.
+        """
+        every, step, symbolic, told = self._every, self._step, self._on_symbols.run, told_in(self._step.notes)
+        number = len(step.counts)
+
+        def learn(depth: int, numbers: str, make: Callable[[], Sequence[Tensor]]) -> None:
+            decided, codes = self._decided(depth, make)
+            self._on_symbols.made[depth] = numbers, decided, codes
+            ties = (tie_of(condition, number, told) for condition in decided)
+            for tie in (tie for tie in ties if tie is not None and tie[0] not in every.all_ties()):
+                self._tie(depth, tie)
+            formulas = [self._renamed(code) for code in filter(None, codes) if _is_plain(code)]
+            every.conditions[depth] = decided
+            if every.usual is not None:
+                every.usual[depth] = [Condition(Formula(f"({formula}) >= 2")) for formula in formulas]
+            every.formulas |= {formula: depth for formula in formulas if formula not in every.formulas}
+
+        for note in step.notes:
+            self._companions.go_on(note)
+            if note.depth < self._makes_from:
+                continue
+            numbers = dict[Place, Any]()
+            if note.depth >= self._begin:
+                self._open_numbers(note)
+                numbers = self._choices(note)[0]
+            args, kwargs = with_numbers((note.args, note.kwargs), numbers)
+            call, made = note.with_arguments(args, kwargs), list[Tensor]()
+
+            def make(call: Note = call, made: list[Tensor] = made) -> list[Tensor]:
+                made += symbolic.make(call)
+                return made
+
+            learn(note.depth, repr_of(numbers), make)
+            for source, tensor in zip(note.made, made, strict=True):
+                shape: Any = tuple(map(self._of_symbols, tensor.shape))
+                if None in shape:
+                    return
+                self._specs[source] = TensorSpec(shape, (), tensor.dtype, tensor.device)
+                self._pool.update((str(n), None) for n in shape if isinstance(n, Formula))
+        if type(step.loss) is Made:
+            loss = step.loss
+            learn(len(step.notes), "", lambda: symbolic.backward(loss))
+
+    def _of_symbols(self, size: Any) -> Formula | int | None:
+        """A size with symbols as a formula; None if graphs cannot compute it."""
+        code = self._on_symbols.sizes.code(size) if private.is_symbol(size) else None
+        if code is None:
+            return int(size)
+        return self._renamed(code) if _is_plain(code) else None
 
     def keep(self, end: int) -> None:
         """Keep what was found of the calls before one."""
@@ -797,7 +879,7 @@ class _Pass:
         return _constant(formulas, [run.counts for run in self._runs], pins_of(self._step.notes), asked) is not None
 
     def _take_more(self, index: int, counts: Sequence[int]) -> None:
-        """A run with few goes on with some counts that are no longer as few.
+        """A run with few goes on with some counts that are no longer as few, if others still are.
 
         Args:
             index: of the run.
@@ -805,7 +887,8 @@ class _Pass:
         """
         run, many = self._few[index], {i: self._runs[0].counts[i] for i in counts}
         run.end(self.at)
-        if not counts:
+        few, of = self._how_few[index]
+        if not counts or not any(run.counts[i] == few for i in of.difference(counts)):
             return
         found = Run(self._step, [many.get(i, count) for i, count in enumerate(run.counts)])
         try:
@@ -853,10 +936,7 @@ class _Pass:
         """What to raise where a choice of numbers will not do."""
         tried = self._every.tried[depth] = self._every.tried.get(depth, 0) + 1
         self._on_symbols.key = None
-        self._every.opaque.pop(depth, None)
-        self._every.dropped.pop(depth, None)
-        self._every.conditions.pop(depth, None)
-        self._every.ties.pop(depth, None)
+        self._every.forget(depth)
         return _Again() if tried < len(choices) else _Pinned(depth, reason)
 
     def _shapes_with(self, runs: Iterable[Run], call: Note) -> dict[Run, Any]:
@@ -895,7 +975,7 @@ class _Pass:
             raise _Again
         conditions = list(before[1])
         for code in filter(None, before[2]):
-            if "math." not in code and "torch." not in code:  # what graphs can compute
+            if _is_plain(code):
                 formula = self._renamed(code)
                 conditions += self._on_this_side(formula)
                 self._learn(formula)
@@ -1176,6 +1256,11 @@ def _counts_of(step: StepState, source: Source) -> set[int]:
         return set(step.notes[source.depth].needs)
     told = (formulas_in(note) for note in step.notes if note.func is sized and note.args[0] == source)
     return {i for leaves in told for size in sizes_in(leaves.values()) for i in size.formula.names()}
+
+
+def _is_plain(code: str) -> bool:
+    """Whether graphs can compute a size of symbols."""
+    return "math." not in code and "torch." not in code
 
 
 def repr_of(choice: Mapping[Place, Any]) -> str:
