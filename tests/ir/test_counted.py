@@ -31,6 +31,10 @@ def test_sets_fulfill_conditions() -> None:
     assert all(2 <= one < 50 and other > 20 * one for one, other in below)
     assert len({one for one, _ in below}) == len(below)
     assert all(one[0] == 7 for one in samples_within(2, {0: 7}, []))
+    asked = [Formula("s0 < 50"), Formula("s1 > 20 * s0"), Formula("s2 < s1")]
+    near = samples_within(3, {}, asked, before=[(*one, 100) for one in below], among=[2])
+    assert [one[:2] for one in near] == below
+    assert all(one[2] < one[1] for one in near)
     with pytest.raises(Apart, match="hardly any"):
         samples_within(1, {}, [Formula("s0 < 4")])
 

@@ -101,3 +101,22 @@ def test_results_that_are_contiguous_whatever_the_operands_are(name: str, args: 
     wanted = strides(op(*args))
     with private.FakeTensorMode(allow_non_fake_inputs=True):
         assert strides(empty_result(op, args, {})) == wanted
+
+
+@pytest.mark.parametrize(
+    "name", ["upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"]
+)
+def test_resampled_batches_lie_as_those_of_kernels(name: str) -> None:
+    op = getattr(aten, name).default
+    dims = {"1": 1, "2": 2, "3": 3}[name[-2]]
+    plain = torch.zeros(2, 3, *(5, 6, 7)[:dims])
+    last = plain.movedim(1, -1).contiguous().movedim(-1, 1)
+    for x in (plain, last, plain[:0], plain[..., 1:3], plain[:1].expand_as(plain), plain.double(), plain.bfloat16()):
+        for size in ((9, 4, 8)[:dims], (5, 6, 7)[:dims]):
+            args = (x, size, False, *(None,) * dims)
+            wanted = op(*args)
+            with private.FakeTensorMode(allow_non_fake_inputs=True):
+                for found in (empty_result(op, args, {}), empty_result(getattr(aten, name).vec, (*args[:3], None), {})):
+                    assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    with private.FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no size may be 0"):
+        empty_result(op, (plain[:, :, :0], (4, 4, 4)[:dims], False, *(None,) * dims), {})

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_spmd.stages.capture.follow import count_formulas
+from lightning_spmd.stages.capture.follow.count_formulas import _Pass
+from lightning_spmd.stages.capture.follow.trial_runs import Run
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
 from tests.strategy.reads_and_sizes.test_numbers_of_counts import Counting, _as_two_ranks_have_them, train
@@ -293,6 +296,21 @@ class HardlyMoved(Telling):
         return (one.tanh() * other.tanh() - third).abs().mean()
 
 
+class CropOfEachRow(Telling):
+    """Two windows of four rows, each as long as its row says; each is pooled to six steps, as which one may be long.
+
+    In the second step two windows are as long as in the first one by chance, and two of them are alike.
+    """
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        found = list[Tensor]()
+        for row in self.hidden(x)[:4]:
+            length = self.drawn.randint(4, 8)
+            begin = self.drawn.randint(0, 12 - length)
+            found.append(F.adaptive_avg_pool1d(row[begin : begin + length].t()[None], 6)[0])
+        return torch.stack(found).tanh().square().mean()
+
+
 class Rows(Telling):
     """Some of the rows, which ranks have in parts."""
 
@@ -326,6 +344,7 @@ ALL = {
     AlikeOnce: 6,
     Crops: 5,
     HardlyMoved: 7,
+    CropOfEachRow: 5,
     Rows: 4,
 }
 """With as many graphs at most: of numbers with which torch does something else there are more."""
@@ -351,6 +370,52 @@ def test_batches_of_all_sizes(make: type[Telling]) -> None:
 @pytest.mark.parametrize("sizes", [range(12, 13), range(9, 15)])
 def test_numbers_of_which_torch_makes_tensors(make: type[Telling], sizes: range) -> None:
     assert_bitwise(train(make, "spmd", sizes), train(make, "auto", sizes))
+
+
+def _counted(monkeypatch: pytest.MonkeyPatch, kind: type, method: str) -> list[int]:
+    """A list that grows with each call of a method."""
+    calls, original = list[int](), getattr(kind, method)
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    monkeypatch.setattr(kind, method, counted)
+    return calls
+
+
+def test_what_torch_decides_is_asked_before_samples_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a path, where each window asks for another condition."""
+    passes = _counted(monkeypatch, _Pass, "run")
+    ours = train(CropOfEachRow, "spmd", range(12, 13), steps=3)
+    assert (ours.eager_steps, len(passes) <= 4 * (ours.captures - 1)) == (0, True), len(passes)
+
+
+class TooManyWindows(Telling):
+    """More numbers than one path tells, and more calls in some steps."""
+
+    def way(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
+        hidden, found = self.hidden(x), x.sum() * 0
+        for _ in range(self.drawn.randint(36, 40)):
+            begin = self.drawn.randint(0, 8)
+            found = found + hidden[:, begin : begin + self.drawn.randint(2, 4)].square().mean()
+        return found / 40
+
+
+def test_a_search_ends_where_there_is_nothing_to_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _counted(monkeypatch, Run, "make")
+    ours = train(TooManyWindows, "spmd", range(12, 13))
+    assert_bitwise(ours, train(TooManyWindows, "auto", range(12, 13)))
+    assert (ours.mode, len(made) < 6000) == ("compiled", True), len(made)
+
+
+@pytest.mark.parametrize("most", [0, 20])
+def test_a_path_is_for_its_numbers_alone_if_more_is_too_much(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(count_formulas, "_MOST_MADE", most)
+    monkeypatch.setattr(count_formulas, "_FOR_EACH", 0)
+    ours = train(PlaceWritten, "spmd", range(9, 13), steps=12)
+    assert ours.mode == "compiled"
+    assert_bitwise(ours, train(PlaceWritten, "auto", range(9, 13), steps=12))
 
 
 class Segments(Telling):
