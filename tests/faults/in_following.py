@@ -429,7 +429,7 @@ IN_FOLLOWING: tuple[Mutant, ...] = (
         "_private_api/co_execution.py",
         "    waiting: list[Any] = list(map(history_of, tensors))\n",
         "    waiting: list[Any] = [t.grad_fn for t in tensors]\n",
-        ("tests/strategy/following/test_changed_tensors.py::test_rows_of_weights_are_written_without_gradients",),
+        ("tests/strategy/following/test_changed_tensors.py::test_parts_are_written_without_gradients",),
     ),
     Mutant(
         "counts of samples are changed one by one alone",

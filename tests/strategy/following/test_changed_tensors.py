@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
 from tests.helpers.ranks import RankPool
@@ -73,8 +74,31 @@ class WritesIntoRows(Quiet):
         return super().loss(batch) + kept.detach() * 0 if self.global_step == 0 else super().loss(batch)
 
 
-def test_rows_of_weights_are_written_without_gradients() -> None:
-    assert_as_eager(WritesIntoRows)
+class WritesIntoPartOfResult(Quiet):
+    """Views that were made with gradients: torch makes their history anew when it is asked for."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        hidden = self.first(x)
+        part = hidden[:, :4]
+        with torch.no_grad():
+            part.mul_(0.5)
+            hidden.chunk(2, 1)[1].add_(0.1)
+        return F.cross_entropy(self.last(hidden.tanh()), y)
+
+
+class WritesIntoPartOfWeight(Quiet):
+    def loss(self, batch: Any) -> Tensor:
+        part = self.first.weight[:4]
+        with torch.no_grad():
+            part.mul_(0.9)
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("make", [WritesIntoRows, WritesIntoPartOfResult, WritesIntoPartOfWeight])
+def test_parts_are_written_without_gradients(make: type[Quiet]) -> None:
+    ours = assert_as_eager(make)
+    assert (ours.eager_steps, ours.captures <= 2) == (0, True)
 
 
 def _on_ranks(make: type[Quiet], data_parallel: Any) -> Result:

@@ -409,7 +409,8 @@ class Recorder:
             HasOwnBackward: Python, as the function that the call is.
             CannotBeFollowed: Python beside other nodes.
         """
-        nodes = private.nodes_since(results, first)
+        with self._step.beside(), private.disable_dispatch_modes():  # torch makes views anew that were written
+            nodes = private.nodes_since(results, first)
         own = [node for node in nodes if isinstance(node, BackwardCFunction) and not is_ours(node)]
         if own and len(nodes) == 1 and type(own[0])._forward_cls in self._step.applied:  # type: ignore[attr-defined]  # noqa: SLF001
             raise HasOwnBackward
