@@ -83,7 +83,7 @@ _SMALL = (2, 3, 4, 6, 9)
 """Sizes of batches with which these are tried as well."""
 _FAR = 512
 """Up to where sizes of batches are tried so; of long ones up to eight times as far. Beyond there is another path."""
-_SEEDS = 24
+_SEEDS, _FEW_SEEDS = 24, 6
 """Sets of samples that are tried until formulas can be told apart."""
 _NEARBY = 5
 """So many tries begin with the samples before. All but the last change only the counts that are to be others."""
@@ -472,8 +472,9 @@ def _samples(
     conditions += [condition for condition in usual if condition.names() - pins.keys()]
     its = [formula for _, formula in formulas]
     good = list[tuple[int, list[tuple[int, ...]]]]()
-    # of many counts hardly any that are alike in one set of samples are not in others
-    for seed in range(-_NEARBY if before else 0, max(6, min(_SEEDS, 4 * _SEEDS // max(1, number)))):
+    # a search asks often, and where counts are many, those that are alike in one set of samples are in most others
+    seeds = range(-_NEARBY, max(_FEW_SEEDS, min(_SEEDS, 4 * _SEEDS // max(1, number)))) if before else range(_SEEDS)
+    for seed in seeds:
         first, among = before if seed < 0 else (), to_change if seed < -1 else None
         try:
             found = samples_within(number, pins, conditions, ties, seed, sizes, alike, first, among)
