@@ -678,6 +678,8 @@ class _Pass:
             self._companions.go_on(note)
             if note.depth < self._makes_from:
                 continue
+            if note.depth in every.opaque:  # symbols do not run through it
+                return
             numbers = dict[Place, Any]()
             if note.depth >= self._begin:
                 self._open_numbers(note)
