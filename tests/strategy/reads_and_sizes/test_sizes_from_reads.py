@@ -224,7 +224,7 @@ def test_one_graph_for_all_numbers(make: type[Counting]) -> None:
 def test_batches_of_all_sizes(make: type[Counting]) -> None:
     ours = train(make, "spmd", range(48, 67))
     assert_compiled(ours)
-    assert ours.eager_steps <= 2
+    assert ours.eager_steps <= (3 if make is Cut else 2)
     assert_bitwise(ours, train(make, "auto", range(48, 67)))
 
 

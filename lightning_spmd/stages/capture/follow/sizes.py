@@ -249,7 +249,8 @@ def candidates(tables: Mapping[str, list[int]], column: Sequence[int]) -> Iterab
         tables: values of formulas that are known in these steps.
         column: the number.
     """
-    known = {code: table for code, table in tables.items() if 0 not in table and len(set(table)) > 1}
+    # what symbols tell may divide by nothing in a step that was seen
+    known = {code: t for code, t in tables.items() if 0 not in t and None not in t and len(set(t)) > 1}
     for code, table in known.items():
         if table == list(column):
             yield Formula(code)
