@@ -19,6 +19,9 @@ METHODS = ("update", "forward", "compute", "reset")
 _SHADOWS = "lightning_spmd.stages.capture.follow.queue"
 _SEEN = (*vars(nn.Module()), "_device", "_dtype", *METHODS)
 
+_hashing = list[Any]()
+"""Metrics that are being hashed: a wrapper asks those inside for their states, and nobody has looked."""
+
 
 class HeldBack(dict[str, Any]):
     """The dictionary of a metric in which only :data:`METHODS` and what all modules have is found.
@@ -48,16 +51,18 @@ class HeldBack(dict[str, Any]):
 
     def own(self) -> dict[str, Any]:
         """The metric's own dictionary, for somebody who looks at it."""
-        if vars(self._metric) is self:
+        if vars(self._metric) is self and not _hashing:
             self._look()
         return self._own
 
     def hashed(self, compute: Callable[[Any], int]) -> int:
         """The metric's hash, for which torchmetrics takes its states: who walks through modules has them in a set."""
         self.give_back()
+        _hashing.append(self)
         try:
             return compute(self._metric)
         finally:
+            _hashing.pop()
             self.hold()
 
 

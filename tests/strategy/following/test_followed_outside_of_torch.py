@@ -114,7 +114,13 @@ def in_parts(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(made, 1)
 
 
-@pytest.mark.parametrize("function", [weighted, in_parts], ids=["weighted", "in parts"])
+@torch.jit.script
+def by_its_sizes(x: Tensor, weight: Tensor) -> Tensor:
+    """``torch.tensor`` of a list writes into what ``empty`` gives, past the dispatcher."""
+    return x / torch.tensor([x.shape[1], 2, x.shape[0]]).sum() * weight
+
+
+@pytest.mark.parametrize("function", [weighted, in_parts, by_its_sizes], ids=["weighted", "in parts", "by its sizes"])
 def test_gradients_come_through_scripted_functions_that_are_optimized(function: Any) -> None:
     class Module(Quiet):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lightning_spmd import SPMDStrategy
+from lightning_spmd.stages.capture.follow.recorder import Recorder
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import Result, assert_equals_one_device
+from tests.helpers.training import Result, assert_bitwise, assert_equals_one_device
 from tests.strategy import small
 from tests.strategy.small import ROWS, Net, assert_as_eager, loader_of, rows, run
 
@@ -32,6 +34,32 @@ class InnerLoop(small.Quiet):
         loss = F.cross_entropy(self.last(torch.tanh(inner(x))), y)
         found = torch.autograd.grad(loss, list(inner.parameters()), retain_graph=True)
         return loss + sum((p * g).sum() for p, g in zip(self.first.parameters(), found, strict=True))
+
+
+class InnerLoops(small.Quiet):
+    """Optimizers ask parameters whether they are leaves: here of copies, that calls have written into."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        h = batch[0]
+        for _ in range(3):
+            h = self.first(h)[:, :6]
+            torch.optim.SGD(copy.deepcopy(self.first).parameters(), lr=0.1)
+        return F.cross_entropy(self.last(self.first(h)), batch[1])
+
+
+def test_known_paths_are_not_made_again_for_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, original = list[int](), Recorder.so_far
+    monkeypatch.setattr(Recorder, "so_far", lambda own: made.append(1) or original(own))
+    seen = list[int]()
+
+    class Counts(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(len(made))
+
+    ours = run(InnerLoops, callbacks=lambda: [Counts()])
+    assert_bitwise(ours, run(InnerLoops, "auto"))
+    assert seen[0] > 0
+    assert seen[2] == seen[-1]
 
 
 class InnerLoopByHand(small.Quiet):

@@ -213,6 +213,19 @@ class Wrapped(Looks):
         return tp + float(self.range._base_metric.mean_value) + self.classes.update_count
 
 
+class AskedWhileLooked(Looks):
+    """A wrapper asks its metric for what it has not, also while it is hashed, and that is a look."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classes = torchmetrics.ClasswiseWrapper(MulticlassAccuracy(3, average=None))
+
+    def look(self, scores: Tensor, target: Tensor) -> Any:
+        self.log_dict(self.classes(scores, target))
+        self.accuracy(scores, target)
+        return self.accuracy.compute().item()
+
+
 class InAList(Looks):
     """No module of it."""
 
@@ -239,7 +252,8 @@ class InHook(Looks):
 
 ALL = [
     State, StateTensor, StateDict, Copied, Cloned, Pickled, CopyInUse, Counted, States, Listed, Variables, Dictionary,
-    OwnAttributes, MadeByUpdate, Emptied, SetBehind, Merged, OfItsClass, Collected, Wrapped, InAList, InHook,
+    OwnAttributes, MadeByUpdate, Emptied, SetBehind, Merged, OfItsClass, Collected, Wrapped, AskedWhileLooked, InAList,
+    InHook,
 ]  # fmt: skip
 
 

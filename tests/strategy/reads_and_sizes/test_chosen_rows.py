@@ -210,5 +210,25 @@ def test_zeros_like_split_features_take_sums_of_chosen_rows(two_ranks: RankPool)
     assert_equals_one_device(results, run(PutsRows, "auto", data=_loader, max_epochs=1))
 
 
+class ChosenSequences(Quiet):
+    """Several results of one operator, of chosen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.LSTM(2, 10, batch_first=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        chosen = y > 0
+        return F.cross_entropy(self.last(self.read(x[chosen].unflatten(1, (3, 2)))[0][:, -1]), y[chosen])
+
+
+def test_recurrent_layers_take_chosen_rows(two_ranks: RankPool) -> None:
+    results = two_ranks.run(run, ChosenSequences, "spmd", 2, data=_loader, max_epochs=1)
+    for result in results:
+        assert_compiled(result)
+    assert_equals_one_device(results, run(ChosenSequences, "auto", data=_loader, max_epochs=1))
+
+
 def _loader() -> InOrder:
     return InOrder(rows(), ROWS)

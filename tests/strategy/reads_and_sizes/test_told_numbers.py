@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_spmd.stages.capture.follow import count_formulas
-from lightning_spmd.stages.capture.follow.count_formulas import _Pass
+from lightning_spmd.stages.capture.follow import follower
+from lightning_spmd.stages.capture.follow.count_formulas import CountFormulas, _Pass
 from lightning_spmd.stages.capture.follow.trial_runs import Run
 from tests.helpers.ranks import RankError, RankPool
 from tests.helpers.training import assert_bitwise, assert_compiled, assert_equals_one_device
@@ -421,14 +421,34 @@ class Tally(Telling):
 
 def test_a_path_is_for_its_numbers_alone_if_more_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     passes, found = _counted(monkeypatch, _Pass, "run"), list[int]()
-    for most in (count_formulas._MOST_MADE, 0):
-        monkeypatch.setattr(count_formulas, "_MOST_MADE", most)
-        monkeypatch.setattr(count_formulas, "_FOR_EACH", 4 * (most > 0))
+    for most in (follower._MOST_SEARCHED, 0):
+        monkeypatch.setattr(follower, "_MOST_SEARCHED", most)
+        monkeypatch.setattr(follower, "_FOR_EACH_CALL", 0)
         passes.clear()
         ours = train(Tally, "spmd", range(12, 13), steps=4)
         found.append(len(passes))
         assert_bitwise(ours, train(Tally, "auto", range(12, 13), steps=4))
     assert found[1] < found[0]
+
+
+def test_searches_take_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each at most half of what is left, and steps earn more."""
+    taken, left = list[float](), list[float]()
+    original = CountFormulas.end
+
+    def end(own: CountFormulas) -> None:
+        known, before = own._step.follower, own._step.follower.searched
+        left.append(known.may_search(len(own._step.notes)))
+        original(own)
+        taken.append(known.searched - before)
+
+    monkeypatch.setattr(CountFormulas, "end", end)
+    monkeypatch.setattr(follower, "_MOST_SEARCHED", 4096)
+    monkeypatch.setattr(follower, "_FOR_EACH_CALL", 0)
+    ours = train(TooManyWindows, "spmd", range(12, 13), steps=8)
+    assert_bitwise(ours, train(TooManyWindows, "auto", range(12, 13), steps=8))
+    assert left[0] == 2048
+    assert sum(taken) < 3 * 4096, (taken, left)
 
 
 class Segments(Telling):

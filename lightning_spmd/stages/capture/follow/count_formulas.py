@@ -95,9 +95,6 @@ _MOST_ASKED = 6
 """Tries to ask symbols for all that torch decides in a path: some ask for Python's implementations, or tie counts."""
 _MOST_PINNED = 4
 """Numbers that Python tells for which alone there may be a path: one for more of them is hardly ever taken again."""
-_MOST_MADE, _FOR_EACH = 40, 4
-"""What a search may take for each call of a path, and for each of its counts, before the path is one for these alone:
-in calls that are recorded."""
 _MOST_AVOIDED = 16
 """Counts that samples do without for one call."""
 
@@ -240,13 +237,17 @@ class CountFormulas:
         """
         step, new = self._step, self._new
         begin, last = new, None
-        most = step.follower.recorded + len(step.notes) * (_MOST_MADE + _FOR_EACH * len(step.counts))
+        may_search = step.follower.may_search(len(step.notes))
+        most = step.follower.searched + may_search
         for note in step.notes[new:]:
             vainly = note.told.values() if in_vain(step, note.func, note.source) else ()
             note.pins = {i: step.counts[i] for i in vainly}
         if new < len(step.notes) and (ties := self._ties()):
             step.notes[new].ties = {**ties, **step.notes[new].ties}
-        self._ask(new)
+        if may_search <= 0 and new < len(step.notes):
+            begin = self._pin(step.notes[new], set(range(len(step.counts))), _TOO_MANY_TRIES)
+        else:
+            self._ask(new)
         while begin <= len(step.notes):
             try:
                 last = _Pass(self, step, begin, new)
@@ -256,7 +257,7 @@ class CountFormulas:
                 if last is not None:
                     last.keep(last.at)
                     begin = max(begin, last.at)
-                if step.follower.recorded > most:
+                if step.follower.searched > most:
                     begin = self._pin(step.notes[begin - 1], set(range(len(step.counts))), _TOO_MANY_TRIES)
             except Apart as error:  # since the last pass has learned more of a call
                 last, failed = None, last
@@ -534,7 +535,8 @@ class _Pass:
         of_data = set(range(step.opened, number)) - told
         # how many, of which counts; numbers that Python tells are one the end of another one
         self._how_few = [(few, {i}) for i in sorted(told - pins.keys() - ties.keys()) for few in (0, 1)]
-        self._how_few += [(few, of_data) for few in (0, 1)]
+        self._open = [i for i in range(number) if i not in pins and i not in ties]
+        self._how_few += [(few, of_data) for few in (0, 1) if self._open]
         known = [{**dict.fromkeys(counts, few), **pins} for few, counts in self._how_few]
         its = [with_ties([few.get(i, count) for i, count in enumerate(step.counts)], pins, ties) for few in known]
         known = [condition for _, condition in every.asked(begin)]
@@ -549,7 +551,6 @@ class _Pass:
             is_open = any(condition.formula.names() - pins.keys() for condition in dropped)
             self._untold |= {depth} if is_open and len(alike) < 2 else set()
             more += alike
-        self._open = [i for i in range(number) if i not in pins and i not in ties]
         self._found: dict[int, _Found] = {}
         self._behind: tuple[Note, list[Condition], Sequence[Formula]] | None = None
         self._calls: list[Note] = []
@@ -560,7 +561,7 @@ class _Pass:
         self._makes_from = first if every.skips else 0
         self._skipped = self._before_counts()
         self._kept: dict[Any, Run] = {}
-        self._runs = [Run(step, sample) for sample in samples]
+        self._runs = [Run(step, sample) for sample in (samples if self._open else samples[:1])]
         for run in self._runs:
             run.assume(self._skipped)
         key = self._makes_from, pins, ties, every.by_python, set(every.opaque)
@@ -570,7 +571,7 @@ class _Pass:
             every.on_symbols = OnSymbols(step, self._open, pins, ties, key)
             every.on_symbols.run.assume(self._skipped)
         self._on_symbols = every.on_symbols
-        self._own = self._run("own", step.counts)
+        self._own = self._run("own", step.counts) if self._open else self._runs[0]
         self._few = [self._run(str(few), counts) for few, counts in zip(self._how_few, its, strict=True)]
         self._more = [self._run("more", counts) for counts in dict.fromkeys(map(tuple, more))]
         for run in every.runs.values():
@@ -761,7 +762,9 @@ class _Pass:
         call = note.with_arguments(args, kwargs)
         is_opaque = depth in self._every.opaque
         symbolic = self._on_symbols.run
-        conditions = [] if is_opaque else self._conditions(depth, repr_of(numbers), lambda: symbolic.make(call))
+        conditions = list[Condition]()
+        if self._open and not is_opaque:
+            conditions = self._conditions(depth, repr_of(numbers), lambda: symbolic.make(call))
         tried = self._every.tried.get(depth, 0) + 1
         if tried < len(choices) and any(are_fixed(condition, len(self._step.counts)) for condition in conditions):
             raise self._otherwise(depth, choices, f"{note.name} is that of some numbers alone")
@@ -837,7 +840,7 @@ class _Pass:
             if self._are_constant((*in_numbers, *in_specs), conditions):
                 raise self._otherwise(depth, choices, f"{note.name} gets the same number for all counts that are tried")
             self._found[depth] = _Found(numbers, found, conditions)
-        if is_opaque and depth not in self._on_symbols.made:
+        if self._open and is_opaque and depth not in self._on_symbols.made:
             self._on_symbols.made[depth] = None
             try:
                 symbolic.assume([(call, known)])
@@ -1135,7 +1138,7 @@ class _Pass:
         slices = self._slices_of(note, [run.gradients for run in self._runs], is_behind=True)
         learned = set(every.formulas)
         conditions = list[Condition]()
-        if depth not in every.opaque:
+        if self._open and depth not in every.opaque:
             conditions = self._conditions(depth, "", lambda: self._on_symbols.run.backward(loss))
         conditions += slices
         likeness = self._likeness()

@@ -23,6 +23,11 @@ RECORDED_AT_FIRST = 16
 """Of the steps that leave the known paths, if these are many."""
 MANY_CALLS = 4096
 """Paths of so many calls together are many: to record a call takes some thirty times as long as to make it."""
+_MOST_SEARCHED, _FOR_EACH_CALL = 16384, 24
+"""So much may searches take at first, in calls that are recorded (some ten seconds), or so much for each call of a long
+path; then what steps have earned for them. Each takes at most half of what is left."""
+EARNED = 1 / 16
+"""What a step earns with each of its calls: no more time than they take by themselves."""
 
 
 class Follower:
@@ -71,6 +76,8 @@ class Follower:
         self._left = 0
         self.recorded = 0.0
         """Calls that were recorded, of all steps, and by their share those that were made again for other counts."""
+        self.searched = 0.0
+        """Those made again so far, with symbols some times as much, less what steps since have earned."""
 
     def _key(self) -> tuple[Any, ...]:
         return tuple(
@@ -114,6 +121,14 @@ class Follower:
         are_short = self.recorded <= MANY_CALLS
         # of later and of long ones fewer and fewer: a path that is taken often will be met
         return are_short and self._left <= RECORDED_AT_FIRST or self._left.bit_count() == 1
+
+    def may_search(self, calls: int) -> float:
+        """What a search for formulas of counts may take, in calls that are recorded.
+
+        Args:
+            calls: of its path.
+        """
+        return (max(_MOST_SEARCHED, _FOR_EACH_CALL * calls) - self.searched) / 2
 
     def forget_objects(self) -> None:
         """Forget the objects of the last step: the next one has others, and its comparisons are compiled again."""

@@ -189,7 +189,8 @@ class Note:
         alike: whether all numbers between two quarters give results of the noted sizes by the same operators, by
             place, and for which counts.
         varies: it is a call in whose place others came, with other numbers in such places.
-        asking: whether results that calls write into or train require gradients behind this call.
+        asking: what results answer about their history behind this call, by the question or, whether they require
+            gradients, by themselves.
         kin: a hash of what it computes; None where nobody has asked.
         same: the depth of the call that made the same masks before; None if there is none.
         fakes: what the call made, as fake tensors of the recording.
@@ -242,7 +243,7 @@ class Note:
     decides: bool = False
     alike: dict[Any, bool] = field(default_factory=dict[Any, bool])
     varies: bool = False
-    asking: dict[Made, bool] = field(default_factory=dict["Made", bool])
+    asking: dict[Any, Any] = field(default_factory=dict[Any, Any])
     kin: int | None = None
     same: int | None = None
     fakes: list[Tensor] = field(default_factory=list[Tensor])

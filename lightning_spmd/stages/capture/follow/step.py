@@ -31,7 +31,7 @@ from lightning_spmd.stages.capture.follow.counts import told_in
 from lightning_spmd.stages.capture.follow.data_counts import DataCounts
 from lightning_spmd.stages.capture.follow.eager_run import EagerRun
 from lightning_spmd.stages.capture.follow.engine import EngineCall, Saving
-from lightning_spmd.stages.capture.follow.follower import Follower
+from lightning_spmd.stages.capture.follow.follower import EARNED, Follower
 from lightning_spmd.stages.capture.follow.functions import Functions
 from lightning_spmd.stages.capture.follow.left_out import LeftOut
 from lightning_spmd.stages.capture.follow.matching import MISSED, compiled, never, numbers_that_differ
@@ -99,6 +99,7 @@ _POSITIONS = {torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 _NOTHING = contextlib.nullcontext()
+_UNWRITTEN = torch.ops.aten.empty.memory_format
 
 
 def _is_for_dimensions(index: Sequence[Any]) -> bool:
@@ -147,6 +148,8 @@ class _Below(private.TorchDispatchMode):
                 reads = func in _READ_OPERATORS and step.concerns(args[0])
                 is_steps = reads or any(step.concerns(t) for t in tensors_in((args, kwargs)))
                 out = self._followed(func, args, kwargs, reads=reads) if is_steps else None
+                if func is _UNWRITTEN:  # C++ code may write there past the dispatcher, as TorchScript's torch.tensor
+                    return func(*args, **kwargs)
             if not is_steps:  # so far: as one that makes a tensor, it comes to the other mode
                 out = func(*args, **kwargs)
         finally:
@@ -921,7 +924,13 @@ class Step(StepState, TorchFunctionMode):
         of = getattr(getattr(func, "__self__", None), "__name__", "")
         if of == "requires_grad" and type(source) is Made:
             return self.asks(args[0])
+        known, question = self.here.asking, (of, source)
+        if question in known:
+            return known[question]
         subject = self.recorder.fake_now(source) if type(source) is Made else None
+        if of in ("grad_fn", "is_leaf") and subject is not None and (of == "is_leaf" or subject.grad_fn is None):
+            known[question] = getattr(subject, of)
+            return known[question]
         if of == "grad_fn" and subject is not None:
             return self.functions.node(args[0], subject)
         if type(source) is Made and getattr(func, "__name__", "") in _STRIDES:
@@ -1077,6 +1086,7 @@ class Step(StepState, TorchFunctionMode):
             self.eager.end()
             self.memory.let_go()
             return
+        self.follower.searched = max(0.0, self.follower.searched - EARNED * len(self.notes))
         if self.has_counts:
             loss = self.notes[self.loss.depth] if isinstance(self.loss, Made) else None
             if not all(note.is_fitted for note in self.notes) or (loss is not None and loss.behind is None):

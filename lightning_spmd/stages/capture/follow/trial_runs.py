@@ -24,8 +24,8 @@ from lightning_spmd.stages.capture.optimizer.own_backward import leaves_of
 
 _SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
 """Indexing slices, and gives another tensor of the same memory where all slices take all."""
-_SHARE = 0.5
-"""Of what it takes to record a call, that is what it takes to make it again."""
+_SHARE, _SHARE_OF_SYMBOLS = 0.5, 4.0
+"""Of what it takes to record a call, that is what it takes to make it again, and with symbols."""
 LIKE, OTHER_OPERATORS, OTHER_SIZES = object(), object(), object()
 """How far what a run does is alike."""
 
@@ -67,6 +67,7 @@ class Run:
         self.ended: int | None = None
         self._assumed: list[Tensor] = []
         self._writes = any(note.writes for note in step.notes)
+        self._share = _SHARE if mode is None else _SHARE_OF_SYMBOLS
         places = () if step.tree is None else step.tree.sizes.places
         self._recording = Recording(step, None, mode, list(zip(places, counts, strict=False)))
         self._recording.values.instead |= instead
@@ -76,6 +77,7 @@ class Run:
         """Make the next call. Returns its results."""
         recording, numbers, self.at = self._recording, self._step.numbers_of(note), note.depth + 1
         self._step.follower.recorded += _SHARE
+        self._step.follower.searched += self._share
         recording.below.seen, draws = [], recording.below.draws
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))

@@ -327,7 +327,7 @@ def is_same_along(node: fx.Node, dim: int, is_written: Callable[[fx.Node], bool]
     """
     spec = node.meta.get("val")
     packet = getattr(node.target, "overloadpacket", None)
-    if node.op != "call_function" or not isinstance(spec, TensorSpec) or is_written(node) or draws_random(node):
+    if packet is None or not isinstance(spec, TensorSpec) or is_written(node) or draws_random(node):
         return False
     if packet in _MADE:
         return True
