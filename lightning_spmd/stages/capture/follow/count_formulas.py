@@ -186,6 +186,8 @@ class CountFormulas:
         self.runs: dict[Any, Run] = {}
         self.on_symbols: OnSymbols | None = None
         self._samples: list[tuple[int, ...]] = []
+        known = ((note.counts.stop, *(1 + i for i in note.told.values())) for note in step.notes)
+        self._known = list(itertools.accumulate(map(max, known), max, initial=step.opened))  # before each call
         self._new = next((depth for depth, note in enumerate(step.notes) if not note.is_fitted), len(step.notes))
 
     def end(self) -> None:
@@ -376,10 +378,7 @@ class CountFormulas:
 
     def known_before(self, note: Note) -> int:
         """How many counts are known before a call is made, of which Python has told the last ones by its arguments."""
-        found = [self._step.opened, *(1 + i for i in note.told.values())]
-        for before in self._step.notes[: note.depth]:
-            found += (before.counts.stop, *(1 + i for i in before.told.values()))
-        return max(found)
+        return max((self._known[note.depth], *(1 + i for i in note.told.values())))
 
     def known_behind(self, note: Note) -> int:
         """How many counts are known once a call has been made."""
@@ -527,11 +526,13 @@ class _Pass:
     def __init__(self, every: CountFormulas, step: StepState, begin: int, first_new: int) -> None:
         self._every, self._step, self._begin = every, step, begin
         self.at = begin
-        number, pins = len(step.counts), pins_of(step.notes)
-        ties = every.all_ties()
+        number = len(step.counts)
+        # these change between passes alone
+        pins, ties = self._pins, self._ties = pins_of(step.notes), every.all_ties()
         samples = every.samples()
         self._fits = CountFits(Counts(number), samples, rounds=True)
-        told = set(told_in(step.notes))
+        self._told = told_in(step.notes)
+        told = set(self._told)
         of_data = set(range(step.opened, number)) - told
         # how many, of which counts; numbers that Python tells are one the end of another one
         self._how_few = [(few, {i}) for i in sorted(told - pins.keys() - ties.keys()) for few in (0, 1)]
@@ -580,7 +581,7 @@ class _Pass:
 
     def _run(self, use: str, counts: Sequence[int]) -> Run:
         """A run with some counts, that of the pass before if it has not come further than this one begins."""
-        pins, key = pins_of(self._step.notes), (self._makes_from, use, tuple(counts))
+        pins, key = self._pins, (self._makes_from, use, tuple(counts))
         run = self._every.runs.get(key)
         is_behind = run is None or max(run.at, 0 if run.ended is None else run.ended + 1) > self._begin
         if run is None or is_behind or any(run.counts[i] != count for i, count in pins.items()):
@@ -660,14 +661,14 @@ class _Pass:
             _Again: it is to be tried again.
             _Pinned: torch decides in many calls as for hardly any other counts.
         """
-        every, step, symbolic, told = self._every, self._step, self._on_symbols.run, told_in(self._step.notes)
+        every, step, symbolic = self._every, self._step, self._on_symbols.run
         number = len(step.counts)
 
         def learn(depth: int, numbers: str, make: Callable[[], Sequence[Tensor]]) -> None:
             decided, codes = self._decided(depth, make)
             self._on_symbols.made[depth] = numbers, decided, codes
-            ties = (tie_of(condition, number, told) for condition in decided)
-            for tie in (tie for tie in ties if tie is not None and tie[0] not in every.all_ties()):
+            ties = (tie_of(condition, number, self._told) for condition in decided)
+            for tie in (tie for tie in ties if tie is not None and tie[0] not in self._ties):
                 self._tie(depth, tie)
             formulas = [self._renamed(code) for code in filter(None, codes) if _is_plain(code)]
             every.conditions[depth] = decided
@@ -871,7 +872,7 @@ class _Pass:
         """The counts on which a call depends that may differ in other steps."""
         found = {i for size in sizes_in(numbers.values()) for i in size.formula.names()}.union(note.counts)
         operands = [self._specs[s] for s in sources_in((note.args, note.kwargs)) if s in self._specs]
-        return sorted(found | counts_in(operands) | counts_in(specs or ()) - pins_of(self._step.notes).keys())
+        return sorted(found | counts_in(operands) | counts_in(specs or ()) - self._pins.keys())
 
     def _are_constant(self, formulas: Iterable[Formula], conditions: Iterable[Condition]) -> bool:
         """Whether a formula would not be seen in graphs.
@@ -880,10 +881,14 @@ class _Pass:
             formulas: of the call or backward pass that was made last.
             conditions: for it.
         """
+        counts = [run.counts for run in self._runs]
+        formulas = list(formulas)
+        if _constant(formulas, counts, self._pins, ()) is None:
+            return False
         found = [condition.formula for one in self._found.values() for condition in one.conditions]
         asked = [condition for _, condition in self._every.asked(self._begin)]
         asked += (*found, *(condition.formula for condition in conditions))
-        return _constant(formulas, [run.counts for run in self._runs], pins_of(self._step.notes), asked) is not None
+        return _constant(formulas, counts, self._pins, asked) is not None
 
     def _take_more(self, index: int, counts: Sequence[int]) -> None:
         """A run with few goes on with some counts that are no longer as few, if others still are.
@@ -988,10 +993,8 @@ class _Pass:
                 self._learn(formula)
         # those of sizes are only seen with samples on the other side
         conditions += [c for c in self._every.conditions.get(depth, ()) if c not in conditions]
-        known = self._every.all_ties()
-        told = told_in(self._step.notes)
-        found = filter(None, [tie_of(condition, len(self._step.counts), told) for condition in conditions])
-        if (tie := next((tie for tie in found if tie[0] not in known), None)) is not None:
+        found = filter(None, [tie_of(condition, len(self._step.counts), self._told) for condition in conditions])
+        if (tie := next((tie for tie in found if tie[0] not in self._ties), None)) is not None:
             self._tie(depth, tie)
         if not all(condition.holds(run.counts) for condition in conditions for run in self._runs):
             self._every.conditions[depth] = conditions
@@ -1037,9 +1040,7 @@ class _Pass:
         opaque = self._every.opaque
         opaque[depth] = counts
         decided = {at: counts for at, counts in opaque.items() if counts}
-        if len(decided) > _MOST_DECIDED and (
-            counts := set().union(*decided.values()) - pins_of(self._step.notes).keys()
-        ):
+        if len(decided) > _MOST_DECIDED and (counts := set().union(*decided.values()) - self._pins.keys()):
             for at in decided:
                 del opaque[at]
                 self._every.dropped.pop(at, None)
@@ -1050,7 +1051,7 @@ class _Pass:
     def _on_this_side(self, formula: Formula) -> list[Condition]:
         """Of a size that is one number for all samples (``min(8, s0)``): whether it is that number in this step."""
         (number, *others) = {formula.at(run.counts) for run in self._runs}
-        if others or formula.names() <= pins_of(self._step.notes).keys():
+        if others or formula.names() <= self._pins.keys():
             return []
         is_it = formula.at(self._step.counts) == number
         return [Condition(Formula(f"({formula}) {'==' if is_it else '!='} {number}"))]
@@ -1107,7 +1108,7 @@ class _Pass:
             self._fits.learn(formula)
             return
         self._every.formulas[formula] = self.at
-        pins, ties = pins_of(self._step.notes), self._every.all_ties()
+        pins, ties = self._pins, self._ties
         samples = [run.counts for run in self._runs]
         formulas = [(depth, formula) for formula, depth in self._every.formulas.items()]
         if not told_apart(formulas, samples, pins, ties, self._every.asked(self.at)):

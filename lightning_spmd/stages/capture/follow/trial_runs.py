@@ -26,6 +26,8 @@ _SLICES = torch.ops.aten.slice.Tensor, torch.ops.aten.alias.default
 """Indexing slices, and gives another tensor of the same memory where all slices take all."""
 _SHARE, _SHARE_OF_SYMBOLS = 0.5, 4.0
 """Of what it takes to record a call, that is what it takes to make it again, and with symbols."""
+_OF_A_CALL = 8
+"""So many operators take no longer than one call; backward passes within a step have more."""
 LIKE, OTHER_OPERATORS, OTHER_SIZES = object(), object(), object()
 """How far what a run does is alike."""
 
@@ -77,13 +79,13 @@ class Run:
         """Make the next call. Returns its results."""
         recording, numbers, self.at = self._recording, self._step.numbers_of(note), note.depth + 1
         self._step.follower.recorded += _SHARE
-        self._step.follower.searched += self._share
-        recording.below.seen, draws = [], recording.below.draws
+        recording.below.seen, draws, count = [], recording.below.draws, recording.below.count
         with self._step.beside():
             recording.below.sized.begin(told_of(note, self.counts))
             with recording.active():
                 out = recording.values.run(note, numbers)
             given = [] if note.reads else tensors_in(recording.values.arguments(note, numbers))
+        self._step.follower.searched += self._share * max(1, (recording.below.count - count) / _OF_A_CALL)
         operands = {id(tensor): i for i, tensor in reversed(list(enumerate(given)))}
         memory = {private.storage_of(tensor): i for i, tensor in reversed(list(enumerate(given)))}
         made = tensors_in(out)
